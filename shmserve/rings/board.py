@@ -1,0 +1,194 @@
+"""A board: named u64 words and fixed-bucket histograms of one process, one writer, read-only for all others.
+
+Owns: the table of names in the segment and the cells behind it. Never: locks, or allocates after it was made.
+
+    offset  content
+         0  BOARD_MAGIC (stored last), VERSION, EPOCH, number of words of the whole segment, bytes of the table
+       128  the table: JSON, {"words": {name: cell}, "histograms": {name: [cell, [bounds...]]}}
+     table end, aligned to 128: cells, u64 each
+
+A histogram of n bounds has n + 3 cells: n + 1 counts (the last is above every bound), then the count and the sum of all
+observations. A reader sees each cell whole, and the cells of one histogram as of slightly different moments.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.rings import layout as L
+from shmserve.rings.segment import Segment, SegmentError
+
+_TABLE_OFFSET = 128
+_W_NUM_WORDS = 3
+_W_TABLE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BoardSpec:
+    """What a board shows: names of words, and histograms by name with ascending integer bounds (their unit is in the name)."""
+
+    words: tuple[str, ...]
+    histograms: Mapping[str, tuple[int, ...]]
+
+
+class Histogram:
+    """Counts by bucket, written by one process. Observations come in arrays: one bincount per batch."""
+
+    def __init__(self, cells: npt.NDArray[np.uint64], bounds: Sequence[int]) -> None:
+        self.bounds = tuple(bounds)
+        self._edges = np.asarray(bounds, np.float64)
+        self._cells = cells
+        self._num_buckets = len(bounds) + 1
+
+    def observe(self, values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
+        """Add `values`; one equal to a bound belongs to that bound's bucket (Prometheus' "le")."""
+        buckets = self._edges.searchsorted(values, side="left")
+        self._cells[: self._num_buckets] += np.bincount(
+            buckets, minlength=self._num_buckets
+        ).astype(np.uint64)
+        self._cells[self._num_buckets] += np.uint64(len(values))
+        self._cells[self._num_buckets + 1] += np.uint64(max(0, int(values.sum())))
+
+    def observe_one(self, value: int) -> None:
+        self.observe(np.array([value], np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramReading:
+    """counts has one entry per bound and one for what lies above; not cumulative."""
+
+    bounds: tuple[int, ...]
+    counts: tuple[int, ...]
+    count: int
+    sum: int
+
+
+class Board:
+    """The writing side. `board["name"] = value` stores a word; one thread per word."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        words, table = _open(segment)
+        self._words = words
+        self._index: dict[str, int] = table["words"]
+        self._arrays: list[npt.NDArray[np.uint64]] = []
+        self.histograms: dict[str, Histogram] = {}
+        for name, (cell, bounds) in table["histograms"].items():
+            cells = np.frombuffer(
+                segment.bytes_view(cell * 8, (cell + len(bounds) + 3) * 8), np.uint64
+            )
+            self.histograms[name] = Histogram(cells, bounds)
+
+    @classmethod
+    def create(cls, name: str, spec: BoardSpec, epoch: int) -> Board:
+        """Make the segment `name`. Supervisor only; the process it belongs to writes it."""
+        first, table = _lay_out(spec)
+        num_words = first + len(spec.words) + sum(len(b) + 3 for b in spec.histograms.values())
+        segment = Segment.create(name, num_words * 8)
+        segment.mapping[_TABLE_OFFSET : _TABLE_OFFSET + len(table)] = table
+        words = segment.words()
+        words[L.W_VERSION] = L.VERSION
+        words[L.W_EPOCH] = epoch
+        words[_W_NUM_WORDS] = num_words
+        words[_W_TABLE_BYTES] = len(table)
+        words[L.W_CREATED_NS] = time.monotonic_ns()
+        words[L.W_MAGIC] = L.BOARD_MAGIC  # last
+        return cls(segment)
+
+    @staticmethod
+    def name(instance: str, epoch: int, role: str, index: int) -> str:
+        return f"/shmserve.{instance}.{epoch}.{role}{index}.board"
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self._words[self._index[name]] = value
+
+    def __getitem__(self, name: str) -> int:
+        return self._words[self._index[name]]
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Add to a counter."""
+        self._words[self._index[name]] += amount
+
+    def cell(self, name: str) -> int:
+        """Index of a word in `words`, for hot paths."""
+        return self._index[name]
+
+    @property
+    def words(self) -> memoryview:
+        return self._words
+
+    def close(self) -> None:
+        self.histograms.clear()
+        self.segment.close()
+
+
+class BoardReader:
+    """The reading side, in any process. `words()` and `histograms()` copy the moment out."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._words, table = _open(segment)
+        self._index: dict[str, int] = table["words"]
+        self._histograms: dict[str, tuple[int, list[int]]] = table["histograms"]
+        self.epoch = self._words[L.W_EPOCH]
+
+    @classmethod
+    def attach(cls, name: str) -> BoardReader:
+        """Open the board `name` read-only. Raises SegmentError if it is not there."""
+        return cls(Segment.attach_readonly(name))
+
+    def __getitem__(self, name: str) -> int:
+        return self._words[self._index[name]]
+
+    def get(self, name: str, default: int = 0) -> int:
+        index = self._index.get(name)
+        return default if index is None else self._words[index]
+
+    def words(self) -> dict[str, int]:
+        return {name: self._words[cell] for name, cell in self._index.items()}
+
+    def histograms(self) -> dict[str, HistogramReading]:
+        readings = {}
+        for name, (cell, bounds) in self._histograms.items():
+            cells = self._words[cell : cell + len(bounds) + 3].tolist()
+            readings[name] = HistogramReading(
+                tuple(bounds), tuple(cells[: len(bounds) + 1]), cells[-2], cells[-1]
+            )
+        return readings
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+def _lay_out(spec: BoardSpec) -> tuple[int, bytes]:
+    """First cell (as a word index) and the table. The table's length depends on the cell numbers in it: fix it by padding."""
+    draft = _table(spec, 10**6)
+    first = -(-(_TABLE_OFFSET + len(draft)) // 128) * 16
+    return first, _table(spec, first)
+
+
+def _table(spec: BoardSpec, first: int) -> bytes:
+    words = {name: first + i for i, name in enumerate(spec.words)}
+    cell = first + len(spec.words)
+    histograms: dict[str, tuple[int, list[int]]] = {}
+    for name, bounds in spec.histograms.items():
+        histograms[name] = (cell, list(bounds))
+        cell += len(bounds) + 3
+    return json.dumps({"words": words, "histograms": histograms}).encode()
+
+
+def _open(segment: Segment) -> tuple[memoryview, dict]:  # type: ignore[type-arg]  # JSON of our own making
+    words = segment.words()
+    if words[L.W_MAGIC] != L.BOARD_MAGIC or words[L.W_VERSION] != L.VERSION:
+        raise SegmentError(
+            errno.EPROTO, f"shared memory {segment.name} is not a board of version {L.VERSION}"
+        )
+    size = words[_W_TABLE_BYTES]
+    return words, json.loads(segment.mapping[_TABLE_OFFSET : _TABLE_OFFSET + size])

@@ -1,0 +1,72 @@
+"""What one step computes, and what it gave: two structs of arrays between the scheduler and a runner.
+
+The scheduler fills a `Batch`, the runner reads it and answers with a `StepOutput`. Neither holds a Python object per
+sequence. Worker process only, main thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+I4: TypeAlias = npt.NDArray[np.int32]
+F4: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """S sequences with T tokens in all, ragged: sequence s computes tokens [cu_seqlens[s], cu_seqlens[s + 1]).
+
+    step          number of this step, for logs and records
+    rows          i4[S]  row slot of each sequence: the key into SamplingState and other column stores
+    token_ids     i4[T]  tokens to compute
+    positions     i4[T]  their positions in their sequences
+    kv_slots      i4[T]  where their keys and values are written: block * block_size + offset
+    cu_seqlens    i4[S + 1]
+    block_table   i4[S, M]  block ids of each sequence, valid up to ceil(kv_lens / block_size); the rest is 0
+    kv_lens       i4[S]  tokens in the KV cache once this step is computed
+    sample_seqs   i4[R]  indices into the S sequences that sample a token in this step, ascending
+    is_decode     every sequence computes exactly one token and samples
+    """
+
+    step: int
+    rows: I4
+    token_ids: I4
+    positions: I4
+    kv_slots: I4
+    cu_seqlens: I4
+    block_table: I4
+    kv_lens: I4
+    sample_seqs: I4
+    is_decode: bool
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.rows.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The tokens of one step, in the order of `Batch.sample_seqs`.
+
+    token_ids   i4[R, K]  K is the most tokens any sequence made in this step (1 without speculation)
+    counts      i4[R]     how many of them are valid, at least 1; None means 1 each
+    logprobs    f4[R, K]  raw log-softmax of each, or None where no sequence asked
+    top         per sampled sequence (index into R): i4[K, N] ids and f4[K, N] logprobs of the N most likely; absent if not asked
+    failed      indices into R whose logits were not finite: those sequences end with an error, the others go on
+    time_ns     CLOCK_MONOTONIC when the tokens were known on the host
+    """
+
+    token_ids: I4
+    time_ns: int
+    counts: I4 | None = None
+    logprobs: F4 | None = None
+    top: dict[int, tuple[I4, F4]] | None = None
+    failed: tuple[int, ...] = ()
