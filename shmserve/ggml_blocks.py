@@ -3,7 +3,7 @@
 Owns: the table of types, `dequantize`, and the row order of llama's q and k projections.
 Never: opens a file (`gguf.py` does). Nothing here imports torch; any process may use it.
 
-A block lies along the last dimension of a tensor, and begins with its scale (and minimum) as float16.
+A block lies along the last dimension of a tensor and begins with its scale (and minimum), float16.
 """
 
 from collections.abc import Callable

@@ -14,15 +14,24 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(
+        0, str(ROOT)
+    )  # the benches run from a checkout whose package is not installed too
 
 NOISE_LIMIT_CORES = 0.2
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------- CPU clocks
@@ -243,6 +252,11 @@ def wait_for(is_ready: Callable[[], bool], timeout_s: float, what: str) -> None:
         if time.monotonic() >= deadline:
             raise SystemExit(f"waited {timeout_s:.0f} s in vain for {what}")
         time.sleep(0.05)
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends this process as an exit does: what it started and made is stopped and removed on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def stop_process(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -178,7 +178,9 @@ async def serve(floor: Floor, port: int, unix_path: str | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A bare aiohttp server that streams ready-made frames on a grid.")
+    parser = argparse.ArgumentParser(
+        description="A bare aiohttp server that streams ready-made frames on a grid."
+    )
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--uds", help="listen on this Unix socket too")
     parser.add_argument("--frame-file", type=Path, help="one whole SSE frame, blank line included")

@@ -251,6 +251,9 @@ static void send_request(struct stream *s, int epoll_fd, const char *request, si
   }
   s->sent += n;
   if (s->sent < length) return;
+  /* Without this every recv() sends an ACK of its own, a fifth of this client's time. Fails on a Unix socket: no matter. */
+  int zero = 0;
+  setsockopt(s->fd, IPPROTO_TCP, TCP_QUICKACK, &zero, sizeof zero);
   struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP | EPOLLET, .data.ptr = s};
   if (epoll_ctl(epoll_fd, EPOLL_CTL_MOD, s->fd, &event)) die("epoll_ctl");
 }

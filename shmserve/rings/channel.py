@@ -11,6 +11,7 @@ the role locks on them.
 from __future__ import annotations
 
 import errno
+import os
 import select
 import time
 from collections.abc import Sequence
@@ -31,46 +32,78 @@ class RingShape:
 
 
 class Ring:
-    """One segment with its data and credit counters; gives at most one producer and one consumer per host."""
+    """One segment with its data and credit counters; gives one producer and one consumer in its whole life."""
 
     def __init__(self, segment: Segment, data: Counter, credits: Counter) -> None:
         self.segment = segment
         self.data = data
         self.credits = credits
         self._words = segment.words()
-        if self._words[L.W_MAGIC] != L.MAGIC or self._words[L.W_VERSION] != L.VERSION:
-            raise SegmentError(
-                errno.EPROTO,
-                f"shared memory {segment.name} is not a ring of layout version {L.VERSION}",
-            )
+        fault = L.header_fault(self._words, segment.num_bytes)
+        if fault:
+            raise SegmentError(errno.EPROTO, f"shared memory {segment.name} {fault}")
         self.slot_size = self._words[L.W_SLOT_SIZE]
         self.capacity = self._words[L.W_CAPACITY]
         self.epoch = self._words[L.W_EPOCH]
-        if L.ring_bytes(self.slot_size, self.capacity) != segment.num_bytes:
-            raise SegmentError(errno.EPROTO, f"shared memory {segment.name} has the wrong size")
         self._slots = segment.bytes_view(L.HEADER_BYTES, segment.num_bytes)
 
     @classmethod
     def create(cls, name: str, shape: RingShape, epoch: int) -> Ring:
         """Make the segment `name` and its counters. Raises SegmentError (name taken, no room)."""
         segment = Segment.create(name, L.ring_bytes(shape.slot_size, shape.capacity))
-        words = segment.words()
-        words[L.W_VERSION] = L.VERSION
-        words[L.W_EPOCH] = epoch
-        words[L.W_SLOT_SIZE] = shape.slot_size
-        words[L.W_CAPACITY] = shape.capacity
-        words[L.W_CREATED_NS] = time.monotonic_ns()
-        words[L.W_MAGIC] = L.MAGIC  # last: the segment is whole
-        return cls(segment, Counter.create(), Counter.create())
+        counters: list[Counter] = []
+        try:
+            counters.append(Counter.create())
+            counters.append(Counter.create())
+            words = segment.words()
+            words[L.W_VERSION] = L.VERSION
+            words[L.W_EPOCH] = epoch
+            words[L.W_SLOT_SIZE] = shape.slot_size
+            words[L.W_CAPACITY] = shape.capacity
+            words[L.W_CREATED_NS] = time.monotonic_ns()
+            words[L.W_MAGIC] = L.MAGIC  # last: the segment is whole
+            return cls(segment, *counters)
+        except BaseException:
+            segment.unlink()
+            segment.close()
+            for counter in counters:
+                counter.close()
+            raise
+
+    @classmethod
+    def from_fds(cls, name: str, epoch: int, fds: Sequence[int]) -> Ring:
+        """Build the ring from the three descriptors of `fds()`; takes them over, also when it raises SegmentError."""
+        data, credits = Counter(fds[1]), Counter(fds[2])
+        segment: Segment | None = None
+        try:
+            segment = Segment.from_fd(name, fds[0])
+            ring = cls(segment, data, credits)
+            if ring.epoch != epoch:
+                raise SegmentError(
+                    errno.EPROTO,
+                    f"shared memory {name} is of epoch {ring.epoch}, the channel of epoch {epoch}",
+                )
+            return ring
+        except BaseException:
+            if segment is not None:
+                segment.close()
+            data.close()
+            credits.close()
+            raise
 
     def producer(self) -> Producer:
-        """The writing end. Raises SegmentError if anybody, this process included, has it."""
+        """The writing end. Raises SegmentError if anybody, this process included, has it or ever wrote with it."""
         self._claim(L.LOCK_PRODUCER, "producer")
+        words = self._words
+        if words[L.W_PUBLISHES] or words[L.W_CLAIM_CURSOR] != words[L.W_WRITE_CURSOR]:
+            raise self._used_up("producer")
         return Producer(self._words, self._slots, self.slot_size, self.data.add, self.credits.take)
 
     def consumer(self) -> Consumer:
-        """The reading end. Raises SegmentError if anybody, this process included, has it."""
+        """The reading end. Raises SegmentError if anybody, this process included, has it or ever read with it."""
         self._claim(L.LOCK_CONSUMER, "consumer")
+        if self._words[L.W_WAKEUPS]:
+            raise self._used_up("consumer")
         return Consumer(self._words, self._slots, self.slot_size, self.data.take, self.credits.add)
 
     def _claim(self, byte: int, role: str) -> None:
@@ -78,6 +111,13 @@ class Ring:
             raise SegmentError(
                 errno.EBUSY, f"the {role} end of {self.segment.name} is taken by another process"
             )
+
+    def _used_up(self, role: str) -> SegmentError:
+        # What the dead end had taken from its counter died with it: a second life would overwrite or lose slots.
+        return SegmentError(
+            errno.ESTALE,
+            f"{self.segment.name} has had a {role}: a new life needs a new channel (epoch + 1)",
+        )
 
     def wait_credits(self, timeout_s: float) -> bool:
         """Sleep until credits have been given back or `timeout_s` is over; True if there are some. Takes none."""
@@ -129,10 +169,22 @@ class Channel:
     def from_fds(
         cls, instance: str, epoch: int, http: int, worker: int, fds: Sequence[int]
     ) -> Channel:
-        """Build the channel from the six descriptors of `fds()`, in its order; takes them over. Children only."""
+        """Build the channel from the six descriptors of `fds()`, in its order. Children only.
+
+        Takes them over, also when it raises SegmentError (a segment that is no ring, or of another epoch).
+        """
         submit_name, tokens_name = cls.names(instance, epoch, http, worker)
-        submit = Ring(Segment.from_fd(submit_name, fds[0]), Counter(fds[1]), Counter(fds[2]))
-        tokens = Ring(Segment.from_fd(tokens_name, fds[3]), Counter(fds[4]), Counter(fds[5]))
+        try:
+            submit = Ring.from_fds(submit_name, epoch, fds[:3])
+        except BaseException:
+            for fd in fds[3:]:
+                os.close(fd)
+            raise
+        try:
+            tokens = Ring.from_fds(tokens_name, epoch, fds[3:])
+        except BaseException:
+            submit.close()
+            raise
         return cls(http, worker, epoch, submit, tokens)
 
     def fds(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Where every byte of a ring segment stands.
 
-Owns: the header words, their offsets, their writers. Never: touches memory.
+Owns: the header words, their offsets, their writers. Never: writes memory.
 
     offset  word                 writer            meaning
     ------  -------------------  ----------------  ---------------------------------------------------------------
@@ -41,6 +41,7 @@ MAGIC: Final = int.from_bytes(b"SHMRING1", "little")
 BOARD_MAGIC: Final = int.from_bytes(b"SHMBORD1", "little")
 VERSION: Final = 1
 HEADER_BYTES: Final = 4096
+ZONE_BYTES: Final = 128
 
 # Indices of u64 words (offset / 8).
 W_MAGIC: Final = 0
@@ -96,3 +97,20 @@ def ring_bytes(slot_size: int, capacity: int) -> int:
     if slot_size < 8 or slot_size % 8:
         raise ValueError(f"slot_size must be a positive multiple of 8, got {slot_size}")
     return HEADER_BYTES + slot_size * capacity
+
+
+def header_fault(words: memoryview, num_bytes: int) -> str | None:
+    """What is wrong with the header of a segment of `num_bytes` that should be a ring; None if it is one."""
+    if num_bytes < HEADER_BYTES:
+        return f"has {num_bytes} bytes, less than a ring's header"
+    if words[W_MAGIC] != MAGIC:
+        return "is not a whole ring (no magic)"
+    if words[W_VERSION] != VERSION:
+        return f"has layout version {words[W_VERSION]}, this is version {VERSION}"
+    try:
+        wanted = ring_bytes(words[W_SLOT_SIZE], words[W_CAPACITY])
+    except ValueError as error:
+        return f"has a damaged header: {error}"
+    if num_bytes != wanted:
+        return f"has {num_bytes} bytes, its header says {wanted}"
+    return None

@@ -6,6 +6,7 @@ should be taken as an indication; `depth` re-reads until the two cursors agree a
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 from shmserve.rings import layout as L
@@ -37,8 +38,9 @@ class RingView:
         self.segment = Segment.attach_readonly(name)
         try:
             self._words = self.segment.words()
-            if self._words[L.W_MAGIC] != L.MAGIC:
-                raise SegmentError(0, f"shared memory {name} is not a whole ring")
+            fault = L.header_fault(self._words, self.segment.num_bytes)
+            if fault:
+                raise SegmentError(errno.EPROTO, f"shared memory {name} {fault}")
             self.slot_size = self._words[L.W_SLOT_SIZE]
             self.capacity = self._words[L.W_CAPACITY]
         except BaseException:

@@ -35,9 +35,17 @@ def never_folds(pending: bytearray, arriving: memoryview) -> bool:
     return False
 
 
+Stamp = Callable[[bytearray, int], None]
+"""stamp(slots, now_ns): told of slots that waited and are about to be written, to note how late they are."""
+
+
 def one_each(slot: memoryview | bytearray) -> int:
     """The weight of a ring that counts slots."""
     return 1
+
+
+def no_stamp(slots: bytearray, now_ns: int) -> None:
+    """The stamp of a ring whose records do not carry their lateness."""
 
 
 class Unit:
@@ -55,13 +63,19 @@ class RingWriter:
     """The backlog that the three policies share, and the way out of it."""
 
     def __init__(
-        self, producer: Producer, *, fold: Fold = never_folds, weigh: Weigh = one_each
+        self,
+        producer: Producer,
+        *,
+        fold: Fold = never_folds,
+        weigh: Weigh = one_each,
+        stamp: Stamp = no_stamp,
     ) -> None:
         self.producer = producer
         self.pending_slots = 0
         self.pending_weight = 0
         self._fold = fold
         self._weigh = weigh
+        self._stamp = stamp
         self._backlog: dict[
             int, deque[Unit]
         ] = {}  # insertion order: the key that has waited longest first
@@ -85,8 +99,7 @@ class RingWriter:
 
     def write(self, records: memoryview, keys: Sequence[int]) -> list[int]:
         """Write one slot for each of `keys`; what does not fit meets the policy. Returns the keys that were dropped by it."""
-        num_slots = len(keys)
-        if not self._backlog and self.producer.try_write(records, num_slots):
+        if not self._backlog and self.producer.try_write(records, len(keys)):
             return []
         return self._write_crowded(records, keys)
 
@@ -125,11 +138,12 @@ class RingWriter:
                 return False
         return self.producer.try_write(records, num_slots)
 
-    def keep(self, key: int, records: bytes | memoryview, num_slots: int) -> None:
-        """Write a unit now, or when credits come: it is never dropped. The caller bounds how many such units there can be."""
-        if key not in self._backlog and self.producer.try_write(records, num_slots):
+    def keep(self, key: int, unit: bytes) -> None:
+        """Write a unit (whole slots) now, or when credits come: it is never dropped. The caller bounds how many such units there can be."""
+        num_slots = len(unit) // self.producer.slot_size
+        if key not in self._backlog and self.producer.try_write(unit, num_slots):
             return
-        self._append(key, bytearray(records), num_slots)
+        self._append(key, bytearray(unit), num_slots)
         self._show()
 
     def cancel(self, key: int) -> int:
@@ -155,6 +169,7 @@ class RingWriter:
         room = self.producer.free(self.pending_slots)
         out: list[bytearray] = []
         num_slots = 0
+        now_ns = time.monotonic_ns()
         while self._backlog:
             key = next(iter(self._backlog))
             units = self._backlog[key]
@@ -163,6 +178,7 @@ class RingWriter:
                 room -= unit.num_slots
                 num_slots += unit.num_slots
                 self.pending_weight -= unit.weight
+                self._stamp(unit.data, now_ns)
                 out.append(unit.data)
             if units:
                 break
@@ -176,6 +192,8 @@ class RingWriter:
 
     def _append(self, key: int, data: bytearray, num_slots: int) -> None:
         size = self.producer.slot_size
+        # A unit larger than the ring would block every key behind it for ever.
+        assert 0 < num_slots <= self.producer.capacity, (num_slots, self.producer.capacity)
         whole = memoryview(data)
         weight = sum(self._weigh(whole[i * size : (i + 1) * size]) for i in range(num_slots))
         self._backlog.setdefault(key, deque()).append(Unit(data, num_slots, weight))
@@ -218,8 +236,9 @@ class Blocking(Coalescing):
         deadline_s: float,
         fold: Fold = never_folds,
         weigh: Weigh = one_each,
+        stamp: Stamp = no_stamp,
     ) -> None:
-        super().__init__(producer, fold=fold, weigh=weigh)
+        super().__init__(producer, fold=fold, weigh=weigh, stamp=stamp)
         self._wait_credits = wait_credits
         self._deadline_s = deadline_s
 

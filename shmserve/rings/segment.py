@@ -23,7 +23,7 @@ from typing import Final
 
 import posix_ipc
 
-from shmserve.rings.layout import BOARD_MAGIC, LOCK_OWNER, MAGIC
+from shmserve.rings.layout import BOARD_MAGIC, LOCK_OWNER, MAGIC, ZONE_BYTES
 
 SHM_DIR: Final = "/dev/shm"
 UNFINISHED_GRACE_S: Final = 60.0
@@ -99,9 +99,14 @@ class Segment:
 
     @classmethod
     def from_fd(cls, name: str, fd: int) -> Segment:
-        """Map a segment whose descriptor was passed to this process. Takes the descriptor over."""
-        os.set_inheritable(fd, False)
-        return cls(name, fd, mmap.mmap(fd, os.fstat(fd).st_size))
+        """Map a segment whose descriptor was passed to this process. Takes the descriptor over, also when it raises."""
+        try:
+            os.set_inheritable(fd, False)
+            size = _checked_size(name, fd)
+            return cls(name, fd, mmap.mmap(fd, size))
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def attach_readonly(cls, name: str) -> Segment:
@@ -112,13 +117,12 @@ class Segment:
             raise SegmentError(
                 error.errno, f"cannot open shared memory {SHM_DIR}{name}: {error.strerror}"
             ) from None
-        size = os.fstat(fd).st_size
-        if size == 0:
+        try:
+            size = _checked_size(name, fd)
+            return cls(name, fd, mmap.mmap(fd, size, prot=mmap.PROT_READ))
+        except BaseException:
             os.close(fd)
-            raise SegmentError(
-                errno.ENODATA, f"shared memory {SHM_DIR}{name} is unfinished (no pages yet)"
-            )
-        return cls(name, fd, mmap.mmap(fd, size, prot=mmap.PROT_READ))
+            raise
 
     @property
     def num_bytes(self) -> int:
@@ -160,8 +164,27 @@ class Segment:
         os.close(self.fd)
 
     def unlink(self) -> None:
-        """Remove the name; mappings go on."""
-        unlink(self.name)
+        """Remove the name if it is still this segment's (a later start may have taken it); mappings go on."""
+        try:
+            there = os.stat(SHM_DIR + self.name)
+        except FileNotFoundError:
+            return
+        if os.path.samestat(there, os.fstat(self.fd)):
+            unlink(self.name)
+
+
+def _checked_size(name: str, fd: int) -> int:
+    """Size of the segment file behind `fd`. Raises SegmentError if it cannot hold the magic in whole words."""
+    size = os.fstat(fd).st_size
+    if size == 0:
+        raise SegmentError(
+            errno.ENODATA, f"shared memory {SHM_DIR}{name} is unfinished (no pages yet)"
+        )
+    if size < ZONE_BYTES or size % 8:
+        raise SegmentError(
+            errno.EPROTO, f"shared memory {SHM_DIR}{name} is no segment: {size} bytes"
+        )
+    return size
 
 
 def no_room(num_bytes: int) -> str:
@@ -200,14 +223,21 @@ def sweep(prefix: str) -> list[str]:
         except OSError:
             continue  # gone meanwhile, or another user's: not ours to remove
         try:
-            if not try_lock(fd, LOCK_OWNER):
-                continue
-            stat = os.fstat(fd)
             magic = os.pread(fd, 8, 0)
             is_whole = int.from_bytes(magic, "little") in (MAGIC, BOARD_MAGIC)
-            if is_whole or time.time() - stat.st_ctime > UNFINISHED_GRACE_S:
+            if not is_whole and time.time() - os.fstat(fd).st_ctime <= UNFINISHED_GRACE_S:
+                continue  # not even locked for a moment: its creator is about to take the owner byte
+            if try_lock(fd, LOCK_OWNER) and _is_named(fd, name):
                 unlink(name)
                 removed.append(name)
         finally:
             os.close(fd)
     return removed
+
+
+def _is_named(fd: int, name: str) -> bool:
+    """True if `name` still leads to the file of `fd`. False after another sweep, even if the name was made anew since."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(SHM_DIR + name))
+    except FileNotFoundError:
+        return False

@@ -83,6 +83,7 @@ class Producer:
         if self.free(num_slots) < num_slots:
             return False
         size = self.slot_size
+        assert len(records) == num_slots * size > 0, (len(records), num_slots, size)
         words = self._words
         cursor = self._write_cursor
         after = cursor + num_slots

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from shmserve.model_cache import ModelError
+
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HF_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class ModelLoadError(Exception):
+class ModelLoadError(ModelError):
     """A model that cannot be loaded: one line that names the file and what is wrong with it."""
 
 
@@ -246,7 +248,7 @@ def _hf_windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[in
     window = fields.count("sliding_window")
     kinds = fields.get("layer_types")
     if kinds is None:
-        first = int(fields.number("max_window_layers", 0)) if is_qwen else 0
+        first = int(fields.number("max_window_layers", 28)) if is_qwen else 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
     by_kind: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
     if len(kinds) != num_layers or not set(kinds) <= by_kind.keys():

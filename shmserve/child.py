@@ -1,0 +1,89 @@
+"""What both kinds of child process do alike: join, heed the control link, keep the heartbeat, never outlive the supervisor.
+
+Owns: the welcome, the signals, the parent-death signal. Never: imports torch or aiohttp. Used by `worker/__main__.py` and
+`http/__main__.py`, main thread, before anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+from shmserve.config import Config
+from shmserve.control import ControlLink
+from shmserve.rings.board import Board
+from shmserve.rings.segment import Segment
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A child that was welcomed. `board` is its own to write."""
+
+    link: ControlLink
+    config: Config
+    instance: str
+    index: int
+    epoch: int
+    board: Board
+
+
+def join(role: str, argv: list[str]) -> Joined:
+    """Parse `--control fd:N|unix:PATH [--index I]`, join the supervisor there, and be welcomed.
+
+    Exits the process with one line if the supervisor is not there or refuses.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m shmserve.{role}", description=__doc__)
+    parser.add_argument("--control", required=True, metavar="fd:N|unix:PATH")
+    parser.add_argument("--index", type=int, default=0, help="which of the children of this role")
+    options = parser.parse_args(argv)
+    # Only the supervisor's word, or its end, ends a child: a group's Ctrl-C must not defeat a drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        link = ControlLink.connect(options.control)
+        if options.control.startswith("unix:"):
+            link.send({"type": "join", "role": role, "index": options.index})
+        received = link.receive()
+    except (OSError, RuntimeError) as error:
+        sys.exit(f"shmserve {role}: error: cannot join at {options.control}: {error}")
+    if received is None or received[0]["type"] != "welcome":
+        reason = (
+            received[0].get("error", "it answered with something else")
+            if received
+            else "it hung up"
+        )
+        sys.exit(f"shmserve {role}: error: the supervisor did not welcome us: {reason}")
+    message, fds = received
+    config = Config.from_builtins(message["config"])
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s {role}[{message['index']}] %(message)s",
+        stream=sys.stderr,
+    )
+    board = Board(
+        Segment.from_fd(
+            Board.name(message["instance"], message["epoch"], role, message["index"]), fds[0]
+        )
+    )
+    board["pid"] = os.getpid()
+    return Joined(link, config, message["instance"], message["index"], message["epoch"], board)
+
+
+def die_with_parent() -> None:
+    """Be killed by the kernel when the parent dies, even inside native code. Call in the main thread, once after exec.
+
+    The signal follows the parent's *thread* that started us: the supervisor's main thread.
+    """
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        logging.warning("prctl(PR_SET_PDEATHSIG) failed: errno %d", ctypes.get_errno())
+    if os.getppid() != parent:  # it died between the two calls
+        os._exit(0)

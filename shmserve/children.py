@@ -1,0 +1,220 @@
+"""One child process: how it is started, spoken to, watched and ended.
+
+Owns: the Popen (or, for a process that joined by hand, its pidfd), the supervisor's end of the control link, the board.
+Never: decides; `supervisor.py` does. A child lives one life: its successor is another Child with a greater epoch.
+
+    born --welcome--> loading --"ready"--> ready --death--> gone          and beside it: stopped, hung (health.py)
+
+SIGINT, SIGTERM and SIGHUP are blocked in a child from its first instruction: the mask is inherited through exec, so a Ctrl-C
+that reaches the whole group cannot kill one between its exec and its own signal set-up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import shmserve
+from shmserve.boards import HTTP_BOARD, WORKER_BOARD
+from shmserve.control import ControlError, ControlLink, Message
+from shmserve.health import Vitals
+from shmserve.rings.board import Board, BoardSpec
+
+WORKER: Final = "worker"
+HTTP: Final = "http"
+BOARD_SPECS: Final[Mapping[str, BoardSpec]] = {WORKER: WORKER_BOARD, HTTP: HTTP_BOARD}
+TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Command = Callable[[str, str], list[str]]
+"""argv for a role and its --control argument."""
+
+
+def child_command(role: str, control: str) -> list[str]:
+    """The argv of the real children. -P: a file in the working directory must not shadow a module of theirs."""
+    return [sys.executable, "-P", "-m", f"shmserve.{role}", "--control", control]
+
+
+def child_environment(role: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What a child of `role` finds in its environment."""
+    own = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS")
+    env = {key: value for key, value in environ.items() if key not in own}
+    if role == WORKER:
+        # Idle OpenMP threads sleep instead of spinning; read once, when torch is loaded.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(shmserve.__file__)))
+    if root not in (*site.getsitepackages(), site.getusersitepackages()):
+        # A source tree that is not installed: -P would hide it.
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH", ""))))
+    return env
+
+
+class Child:
+    """A process that serves as `role` number `index`. One thread: the supervisor's."""
+
+    def __init__(
+        self,
+        role: str,
+        index: int,
+        epoch: int,
+        board: Board,
+        link: ControlLink,
+        process: subprocess.Popen[bytes] | None,
+        pid: int,
+    ) -> None:
+        self.role = role
+        self.index = index
+        self.epoch = epoch
+        self.board = board
+        self.link = link
+        self.pid = pid
+        self.is_ready = False
+        self.has_drained = False
+        self.is_link_open = True
+        self.stopped_ns = 0
+        self.grace_ns = time.monotonic_ns()
+        self.failure = ""  # the child's own last words
+        self.kill_reason = ""
+        self._process = process
+        self._pidfd = -1 if process else os.pidfd_open(pid)
+        link.set_nonblocking()
+
+    @classmethod
+    def spawn(
+        cls, role: str, index: int, epoch: int, board: Board, command: Command, environ: Mapping[str, str]
+    ) -> Child:
+        """Start the process with its end of a new control link. Raises OSError if that fails."""
+        ours, theirs = ControlLink.pair()
+        try:
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+            try:
+                process = subprocess.Popen(
+                    command(role, f"fd:{theirs.fileno()}"),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=child_environment(role, environ),
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(role, index, epoch, board, ours, process, process.pid)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+    @property
+    def is_external(self) -> bool:
+        """True if it was started by hand and joined."""
+        return self._process is None
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send; one that is gone, or has not read for hundreds of messages, is killed and found dead in its turn."""
+        if not self.is_link_open:
+            return
+        try:
+            self.link.send(message, fds)
+        except BlockingIOError:
+            self.kill("it does not read its control link")
+        except OSError:
+            self.is_link_open = False  # its end of file and its exit status are on their way
+
+    def receive(self) -> Iterator[Message]:
+        """Messages until none is left. Clears `is_link_open` at end of file. Descriptors sent by a child are not kept."""
+        while self.is_link_open:
+            try:
+                received = self.link.receive()
+            except BlockingIOError:
+                return
+            except (OSError, ControlError, ValueError) as error:
+                self.kill(f"it broke its control link: {error}")
+                self.is_link_open = False
+                return
+            if received is None:
+                self.is_link_open = False
+                return
+            message, fds = received
+            for fd in fds:
+                os.close(fd)
+            yield message
+
+    def exit_reason(self) -> str | None:
+        """Why it is gone, in words; None while it lives. Reaps it."""
+        if self._process is None:
+            return None if self.is_link_open else self._explain("it left its control link")
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code < 0:
+            return self._explain(f"killed by {signal.Signals(-code).name}")
+        return self._explain(f"exited with code {code}")
+
+    def _explain(self, how: str) -> str:
+        why = self.failure or self.kill_reason
+        return f"{why} ({how})" if why else how
+
+    def poll_stopped(self) -> bool:
+        """Ask the kernel whether it was stopped or continued; True if that changed."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        was_stopped = bool(self.stopped_ns)
+        options = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        while (found := os.waitid(os.P_PID, self.pid, options)) is not None:
+            if found.si_code == os.CLD_CONTINUED:
+                self.stopped_ns = 0
+                self.grace_ns = time.monotonic_ns()  # its heartbeat is old, and that is no fault
+            else:
+                self.stopped_ns = time.monotonic_ns()
+        return was_stopped != bool(self.stopped_ns)
+
+    def vitals(self) -> Vitals:
+        board = self.board
+        return Vitals(
+            heartbeat_ns=board["heartbeat_ns"],
+            phase=board["phase"],
+            phase_since_ns=board["phase_since_ns"],
+            slowest_step_ns=board["slowest_step_ns"] if self.role == WORKER else 0,
+            grace_ns=self.grace_ns,
+            stopped_ns=self.stopped_ns,
+            is_ready=self.is_ready,
+        )
+
+    def kill(self, reason: str = "") -> None:
+        """SIGKILL. The reason is what its death will be explained by."""
+        self.kill_reason = self.kill_reason or reason
+        if self._process is not None:
+            self._process.kill()
+            return
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # gone already: its link says so
+
+    def wait(self, timeout_s: float) -> bool:
+        """Reap it; False if it is still there after `timeout_s`. For the last tidying up only."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the link and remove the board."""
+        self.link.close()
+        self.is_link_open = False
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self.board.segment.unlink()
+        self.board.close()

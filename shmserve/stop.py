@@ -1,0 +1,65 @@
+"""Stop strings over bytes: match, hold, trim. One module for both processes.
+
+The worker decides with it where a completion ends; the front end holds text with it that may yet become a stop string. Both
+feed it the same bytes of the same tokens, so they agree without a word between them.
+
+Law: a match is found in the very feed that completes it; of several the one that starts first in the text wins, and of those
+the shortest, whatever the order of the list. `held` is never more than the longest stop minus one byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """Byte offsets in the whole text, and which stop string it is."""
+
+    start: int
+    end: int
+    stop: int
+
+
+class StopMatcher:
+    """The scan of one completion. Feed it token by token; after a match it must not be fed again."""
+
+    __slots__ = ("_longest", "_stops", "_tail", "num_bytes")
+
+    def __init__(self, stops: Sequence[bytes]) -> None:
+        assert stops and all(stops), "an empty stop string would match everywhere"
+        self._stops = tuple(stops)
+        self._longest = max(len(stop) for stop in stops)
+        self._tail = b""  # the last longest - 1 bytes fed
+        self.num_bytes = 0
+
+    def feed(self, data: bytes, *, is_matching: bool = True) -> StopMatch | None:
+        """The match that `data` completes, if any. `is_matching` False (min_tokens) lets it pass, for good."""
+        window = self._tail + data
+        before = len(self._tail)
+        base = self.num_bytes - before
+        self.num_bytes += len(data)
+        keep = self._longest - 1
+        self._tail = window[-keep:] if keep else b""
+        if not is_matching:
+            return None
+        best: StopMatch | None = None
+        for i, stop in enumerate(self._stops):
+            # It must end in `data`: one that lies in the tail alone was let pass earlier.
+            at = window.find(stop, max(0, before - len(stop) + 1))
+            if at < 0:
+                continue
+            found = StopMatch(base + at, base + at + len(stop), i)
+            if best is None or (found.start, found.end) < (best.start, best.end):
+                best = found
+        return best
+
+    def held(self) -> int:
+        """How many of the last bytes may be the beginning of a stop string: they must wait."""
+        tail = self._tail
+        for length in range(len(tail), 0, -1):
+            end = tail[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

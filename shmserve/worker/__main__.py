@@ -1,0 +1,230 @@
+"""The worker process: `python -m shmserve.worker --control fd:N|unix:PATH`.
+
+Loads the model, says ready, then runs the step loop until it is told to stop. Owns the GPU (or the CPU) and token ids; imports
+torch only for a runner that needs it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shmserve import child
+from shmserve.boards import Phase
+from shmserve.models import PreparedModel
+from shmserve.rings.channel import Channel
+from shmserve.worker.batch import Batch
+from shmserve.worker.control_thread import ControlThread
+from shmserve.worker.emission_log import EmissionLog
+from shmserve.worker.engine import Engine
+from shmserve.worker.runner import ModelRunner
+from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.scheduler import Scheduler
+from shmserve.worker.stopping import StopConditions
+
+log = logging.getLogger(__name__)
+
+STEPS_BETWEEN_COLLECTIONS = 1_000
+
+
+class Worker:
+    """One worker process from its welcome to its end."""
+
+    def __init__(self, joined: child.Joined) -> None:
+        self.joined = joined
+        self.board = joined.board
+        self.model = PreparedModel.load(Path(joined.config.model.folder))
+        self.channels: dict[int, Channel] = {}
+        self.control = ControlThread(joined.link, joined.board, self._unlink)
+        self._steps_at_collection = 0
+
+    def _unlink(self) -> None:
+        for channel in list(self.channels.values()):
+            channel.unlink()
+        self.board.segment.unlink()
+
+    def progress(self, what: str, fraction: float) -> None:
+        """Told by the runner while it loads."""
+        self.board["loading_permille"] = int(1000 * fraction)
+        self.joined.link.send({"type": "loading", "phase": what, "fraction": fraction})
+
+    def load(self) -> Engine:
+        """Build the runner and the engine, and compute one step of each kind. May raise anything: the caller reports it."""
+        config = self.joined.config
+        self.board["phase"] = Phase.LOADING
+        self.board["phase_since_ns"] = time.monotonic_ns()
+        runner = build_runner(self)
+        self.board["phase"] = Phase.WARMING_UP
+        warm_up(runner)
+        scheduler = Scheduler(
+            runner.info,
+            max_num_seqs=config.worker.max_num_seqs,
+            max_num_batched_tokens=config.worker.max_num_batched_tokens,
+            eos_ids=self.model.eos_token_ids,
+        )
+        conditions = StopConditions(self.model.token_bytes(), self.model.special_token_ids)
+        emission_log = (
+            EmissionLog(config.worker.emission_log) if config.worker.emission_log else None
+        )
+        self.board["kv_blocks_total"] = runner.info.num_blocks - 1
+        self.board["max_num_seqs"] = config.worker.max_num_seqs
+        self.board["max_model_len"] = scheduler.capacity_tokens
+        engine = Engine(runner, scheduler, conditions, config.rings, self.board, emission_log)
+        # What lives now lives until the end: the collector need not look at it again, nor run inside a step.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return engine
+
+    def ready_info(self, engine: Engine) -> dict[str, Any]:
+        """What "ready" tells the supervisor and the front ends."""
+        info = engine.runner.info
+        return {
+            "runner": info.name,
+            "max_model_len": engine.scheduler.capacity_tokens,
+            "max_num_seqs": engine.scheduler.max_num_seqs,
+            "num_blocks": info.num_blocks - 1,
+            "block_size": info.block_size,
+            "vocab_size": info.vocab_size,
+        }
+
+    def serve(self, engine: Engine) -> None:
+        """The loop: control messages, then a step; sleep when there is nothing to compute."""
+        engine.show_idle()
+        while True:
+            while self.control.messages:
+                if not self._heed(engine, *self.control.messages.popleft()):
+                    return
+            if not engine.step() and not self.control.messages:
+                engine.show_idle()
+                self._collect(engine)
+                self._wait(engine)
+
+    def _heed(self, engine: Engine, message: dict[str, Any], fds: list[int]) -> bool:
+        kind = message["type"]
+        if kind == "channel":
+            channel = Channel.from_fds(
+                self.joined.instance, message["epoch"], message["http"], message["worker"], fds
+            )
+            self.channels[channel.http] = channel
+            engine.open_channel(channel)
+        elif kind == "close_channel":
+            if self.channels.pop(message["http"], None) is not None:
+                engine.close_channel(message["http"])
+        elif kind == "stop":
+            return False
+        elif kind != "drain":  # a drain is the front end's affair: the worker finishes what it has
+            log.warning("control message of unknown type %r", kind)
+        return True
+
+    def _wait(self, engine: Engine) -> None:
+        poll = select.poll()
+        poll.register(self.control.wake.fd, select.POLLIN)
+        for fd in engine.poll_fds():
+            poll.register(fd, select.POLLIN)
+        poll.poll()
+        self.control.wake.take()
+
+    def _collect(self, engine: Engine) -> None:
+        if engine.step_count - self._steps_at_collection >= STEPS_BETWEEN_COLLECTIONS:
+            self._steps_at_collection = engine.step_count
+            gc.collect()
+
+
+def build_runner(worker: Worker) -> ModelRunner:
+    """The runner that the configuration names. torch is imported here and only for a runner that computes."""
+    config, model = worker.joined.config.worker, worker.model
+    max_model_len = worker.joined.config.model.max_model_len or model.context_length
+    if config.runner == "simulated":
+        from shmserve.worker.simulated_runner import SimulatedRunner, load_script
+
+        # Memory that is not there costs nothing: every sequence has room for 2,048 tokens on average.
+        per_sequence = -(-min(max_model_len, 2048) // config.block_size)
+        least = -(-max_model_len // config.block_size)
+        return SimulatedRunner(
+            model.token_bytes(),
+            model.special_token_ids,
+            model.eos_token_ids[0],
+            step_ms=config.step_ms,
+            max_model_len=max_model_len,
+            num_blocks=1 + max(least, per_sequence * config.max_num_seqs),
+            block_size=config.block_size,
+            script=load_script(config.script, model.vocab_size) if config.script else None,
+        )
+    from shmserve.worker.torch_runner import TorchRunner
+
+    return TorchRunner(
+        model,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_bytes=config.kv_cache_bytes or default_kv_cache_bytes(),
+        block_size=config.block_size,
+        num_threads=config.num_threads or None,
+        progress=worker.progress,
+    )
+
+
+def default_kv_cache_bytes() -> int:
+    """On the CPU: 1 GiB, or a quarter of the memory that is free, whichever is less."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return min(1 << 30, int(fields["MemAvailable"].split()[0]) * 1024 // 4)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Compute a prompt chunk and a decode step in the padding block, so that the first request pays for neither."""
+    state = SamplingState(1)
+    state.temperature[:] = 0.0
+    for count in (min(runner.info.block_size, runner.info.max_model_len), 1):
+        positions = np.arange(count, dtype=np.int32)
+        runner.run(
+            Batch(
+                step=0,
+                rows=np.zeros(1, np.int32),
+                token_ids=np.zeros(count, np.int32),
+                positions=positions,
+                kv_slots=positions,
+                cu_seqlens=np.array([0, count], np.int32),
+                block_table=np.zeros((1, 1), np.int32),
+                kv_lens=np.array([count], np.int32),
+                sample_seqs=np.zeros(1, np.int32),
+                is_decode=count == 1,
+            ),
+            state,
+        )
+
+
+def main(argv: list[str]) -> int:
+    joined = child.join("worker", argv)
+    if "fd:" in " ".join(argv):
+        child.die_with_parent()
+    worker = Worker(joined)
+    worker.control.start()
+    try:
+        engine = worker.load()
+    except Exception as error:
+        # Whatever it is, the operator gets one line and the supervisor does not retry.
+        log.debug("loading failed", exc_info=True)
+        line = " ".join(str(error).split()) or type(error).__name__
+        joined.link.send({"type": "failed", "error": line})
+        return 1
+    joined.link.send({"type": "ready", "info": worker.ready_info(engine)})
+    worker.serve(engine)
+    worker.control.stopped()
+    engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # torch's exit handlers have nothing to do that the kernel does not do better

@@ -1,0 +1,331 @@
+"""The step loop: inbox -> scheduler -> batch -> runner -> sampler -> stop -> emitter, in that order, no I/O inside.
+
+Owns: the sequences of all channels and the order of a step. Never: knows what text is, or waits for a front end (unless the
+operator chose the policy that blocks).
+
+The inbox is drained before `schedule`, and again between the forward pass and the commit, so an abort never waits a step.
+Laws: every SUBMIT is answered by exactly one FINISH, or by the end of its channel; blocks come back at the step boundary.
+Worker's main thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from shmserve.boards import Phase
+from shmserve.config import RingConfig
+from shmserve.request import FinishReason
+from shmserve.rings.board import Board
+from shmserve.rings.channel import Channel
+from shmserve.wire import Submit, TokenKind, pack_finish, pack_message
+from shmserve.worker.commit import Committed, Committer
+from shmserve.worker.emission_log import EmissionLog
+from shmserve.worker.emitter import Emitter
+from shmserve.worker.inbox import Inbox
+from shmserve.worker.runner import ModelRunner
+from shmserve.worker.scheduler import NeverFitsError, Scheduler
+from shmserve.worker.sequence import Sequence
+from shmserve.worker.stopping import Ending, StopConditions
+
+log = logging.getLogger(__name__)
+
+NOT_FINITE = "the model's logits were not finite"
+TOKEN_RING_FULL = "the token ring was full and its policy is drop"
+
+
+class Engine:
+    """All that the worker does between two waits. `board` shows what it does."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        conditions: StopConditions,
+        rings: RingConfig,
+        board: Board,
+        emission_log: EmissionLog | None = None,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.step_count = 0
+        self._rings = rings
+        self._board = board
+        self._committer = Committer(scheduler, conditions)
+        self._log = emission_log
+        self._inboxes: dict[int, Inbox] = {}
+        self._emitters: dict[int, Emitter] = {}
+        self._by_id: dict[int, Sequence] = {}
+        self._backlogged: set[int] = set()  # paused because their output waits outside the ring
+        self._held_by_client: set[int] = set()  # paused by PAUSE records
+        self._doomed: list[Sequence] = []  # aborted under the forward pass
+        self._is_computing = False
+        self._num_arrived = 0
+
+    # -- channels ---------------------------------------------------------------------------------------------------------
+
+    def open_channel(self, channel: Channel) -> None:
+        """Serve a front end. Raises SegmentError if somebody else holds the worker's ends."""
+        self._inboxes[channel.http] = Inbox(channel)
+        self._emitters[channel.http] = Emitter(channel, self._rings)
+        self._emitters[channel.http].keep(
+            0,
+            pack_finish(TokenKind.READY, 0, time_ns=time.monotonic_ns(), step=self.step_count),
+        )
+        self._emitters[channel.http].flush()
+
+    def close_channel(self, http: int) -> None:
+        """The front end is gone: its sequences are freed now, unanswered."""
+        if http not in self._inboxes:
+            return
+        for sequence in [s for s in self._by_id.values() if s.channel == http]:
+            self._forget(sequence)
+        del self._inboxes[http]
+        self._emitters.pop(http).close()
+
+    def poll_fds(self) -> list[int]:
+        """Descriptors that wake an idle engine: data of every submit ring, credits of the token rings that are starved."""
+        fds = [inbox.data_fd for inbox in self._inboxes.values()]
+        fds += [e.credit_fd for e in self._emitters.values() if e.is_starved]
+        return fds
+
+    # -- what the records ask for (Sink) ----------------------------------------------------------------------------------
+
+    def submit(self, request: Submit, http: int) -> None:
+        if request.req_id in self._by_id:
+            log.warning("front end %d submitted %016x twice", http, request.req_id)
+            return
+        now = time.monotonic_ns()
+        vocab = self.runner.info.vocab_size
+        ids = request.prompt_ids
+        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+            self.refuse(
+                request.req_id, http, f"prompt token ids must be 0 to {vocab - 1}, and at least one"
+            )
+            return
+        self._num_arrived += 1
+        sequence = Sequence(
+            req_id=request.req_id,
+            channel=http,
+            params=request.params,
+            prompt_ids=ids,
+            arrival_order=self._num_arrived,
+            received_ns=now,
+        )
+        try:
+            self.scheduler.add(sequence)
+        except NeverFitsError as error:
+            self.refuse(request.req_id, http, str(error))
+            return
+        self._by_id[request.req_id] = sequence
+
+    def refuse(self, req_id: int, http: int, reason: str) -> None:
+        """Answer a SUBMIT that cannot be served."""
+        now = time.monotonic_ns()
+        unit = pack_message(req_id, reason, time_ns=now) + pack_finish(
+            TokenKind.FINISH, req_id, time_ns=now, step=self.step_count, finish=FinishReason.ERROR
+        )
+        self._emitters[http].keep(req_id, unit)
+
+    def abort(self, req_id: int) -> None:
+        """End a request; silent if it has ended already. Under a forward pass its blocks wait for the step boundary."""
+        sequence = self._by_id.get(req_id)
+        if sequence is None:
+            return
+        if self._is_computing and sequence.row >= 0:
+            self.scheduler.columns.is_aborted[sequence.row] = True
+            self._doomed.append(sequence)
+        else:
+            self._finish(sequence, Ending(FinishReason.ABORT))
+
+    def abort_by_digest(self, digest: bytes) -> None:
+        log.warning("abort by id %s: no request of this worker carries it", digest.hex())
+
+    def set_paused(self, req_id: int, is_paused: bool) -> None:
+        if req_id in self._by_id:
+            (self._held_by_client.add if is_paused else self._held_by_client.discard)(req_id)
+            self._apply_pause(req_id)
+
+    def flush_cache(self, req_id: int, http: int) -> None:
+        """Nothing is cached between requests yet: the answer is that it is empty."""
+        self._emitters[http].keep(
+            req_id,
+            pack_finish(
+                TokenKind.FINISH,
+                req_id,
+                time_ns=time.monotonic_ns(),
+                step=self.step_count,
+                finish=FinishReason.LENGTH,
+            ),
+        )
+
+    # -- the step ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def drain_inboxes(self) -> None:
+        for inbox in self._inboxes.values():
+            inbox.drain(self)
+
+    def flush_emitters(self) -> None:
+        """Write what waits for credits, and answers that no step will carry."""
+        for emitter in self._emitters.values():
+            emitter.flush()
+        self._relieve()
+
+    def step(self) -> bool:
+        """One iteration; False if there was nothing to compute."""
+        begin = time.monotonic_ns()
+        self.drain_inboxes()
+        batch, started = self.scheduler.schedule(self.step_count + 1, begin)
+        for sequence in started:
+            if not sequence.num_retractions:
+                self._emitters[sequence.channel].keep(
+                    sequence.req_id,
+                    self._unit(TokenKind.STARTED, sequence, begin, Ending(FinishReason.NONE)),
+                )
+        self.flush_emitters()
+        if batch is None:
+            return False
+        self.step_count += 1
+        self._show_phase(Phase.DECODE if batch.is_decode else Phase.PREFILL, begin)
+        self._is_computing = True
+        output = self.runner.run(batch, self.scheduler.sampling)
+        self.drain_inboxes()
+        self._is_computing = False
+        self.scheduler.advance(batch, output.time_ns)
+        committed = self._committer.commit(batch, output, time.monotonic_ns())
+        if self._log is not None:
+            self._log.write(self.step_count, output.time_ns, committed)
+        for sequence, ending in committed.endings:
+            self._finish(sequence, ending)
+        doomed, self._doomed = self._doomed, []
+        for sequence in doomed:
+            if sequence.req_id in self._by_id:
+                self._finish(sequence, Ending(FinishReason.ABORT))
+        self._publish(committed)
+        self._show(begin, committed)
+        return True
+
+    def _publish(self, committed: Committed) -> None:
+        emitters = self._emitters
+        for http, emitter in emitters.items():
+            records = committed.records
+            units = [(req_id, unit) for channel, req_id, unit in committed.units if channel == http]
+            if len(emitters) > 1:
+                records = records[committed.channels == http]
+            emitter.publish(records, units, self._end_dropped)
+            for req_id in emitter.overloaded():
+                if req_id in self._by_id and req_id not in self._backlogged:
+                    self._backlogged.add(req_id)
+                    self._apply_pause(req_id)
+
+    def _relieve(self) -> None:
+        if not self._backlogged:
+            return
+        for req_id in list(self._backlogged):
+            sequence = self._by_id[req_id]
+            if self._emitters[sequence.channel].is_relieved():
+                self._backlogged.discard(req_id)
+                self._apply_pause(req_id)
+
+    def _apply_pause(self, req_id: int) -> None:
+        is_paused = req_id in self._backlogged or req_id in self._held_by_client
+        self.scheduler.set_paused(self._by_id[req_id], is_paused)
+
+    def _end_dropped(self, req_id: int) -> bytes:
+        """The drop policy threw a record of this request away: it ends with an error, never as a text with a hole."""
+        sequence = self._by_id.get(req_id)
+        now = time.monotonic_ns()
+        message = pack_message(req_id, TOKEN_RING_FULL, time_ns=now)
+        if sequence is None:  # it had ended in this very step
+            return message + pack_finish(
+                TokenKind.FINISH,
+                req_id,
+                time_ns=now,
+                step=self.step_count,
+                finish=FinishReason.ERROR,
+            )
+        unit = self._unit(TokenKind.FINISH, sequence, now, Ending(FinishReason.ERROR))
+        self._forget(sequence)
+        return message + unit
+
+    def _finish(self, sequence: Sequence, ending: Ending) -> None:
+        """Free a sequence and answer it."""
+        now = time.monotonic_ns()
+        unit = self._unit(TokenKind.FINISH, sequence, now, ending)
+        if ending.reason is FinishReason.ERROR:
+            unit = pack_message(sequence.req_id, NOT_FINITE, time_ns=now) + unit
+        self._emitters[sequence.channel].keep(sequence.req_id, unit)
+        self._board.add("num_aborted" if ending.reason is FinishReason.ABORT else "num_finished")
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self._by_id.pop(sequence.req_id, None)
+        self._backlogged.discard(sequence.req_id)
+        self._held_by_client.discard(sequence.req_id)
+
+    def _unit(self, kind: TokenKind, sequence: Sequence, now_ns: int, ending: Ending) -> bytes:
+        num_prompt = sequence.num_prompt_tokens
+        if sequence.row >= 0:
+            num_output = int(self.scheduler.columns.num_tokens[sequence.row]) - num_prompt
+        else:
+            num_output = max(0, len(sequence.token_ids) - num_prompt)
+        return pack_finish(
+            kind,
+            sequence.req_id,
+            time_ns=now_ns,
+            step=self.step_count,
+            finish=ending.reason,
+            completion_tokens=num_output,
+            prompt_tokens=num_prompt,
+            cached_tokens=sequence.cached_tokens,
+            num_retractions=sequence.num_retractions,
+            keep_bytes=ending.keep_bytes,
+            matched_token=ending.matched_token,
+            matched_stop=ending.matched_stop,
+            stamps=sequence.stamps(),
+        )
+
+    # -- showing ----------------------------------------------------------------------------------------------------------
+
+    def _show_phase(self, phase: Phase, now_ns: int) -> None:
+        self._board["phase"] = phase
+        self._board["phase_since_ns"] = now_ns
+
+    def show_idle(self) -> None:
+        """Nothing to compute: the gauges say so until the next step."""
+        self._show_gauges()
+        self._show_phase(Phase.IDLE, time.monotonic_ns())
+        if self._log is not None:
+            self._log.flush()
+
+    def _show(self, begin_ns: int, committed: Committed) -> None:
+        board = self._board
+        elapsed = time.monotonic_ns() - begin_ns
+        board["step"] = self.step_count
+        board.add("generation_tokens", committed.num_tokens)
+        board.histograms["step_us"].observe(np.array([elapsed // 1000]))
+        if elapsed > board["slowest_step_ns"]:
+            board["slowest_step_ns"] = elapsed
+        self._show_gauges()
+
+    def close(self) -> None:
+        """Write the log out and give the runner's memory back."""
+        if self._log is not None:
+            self._log.close()
+        self.runner.close()
+
+    def _show_gauges(self) -> None:
+        board, scheduler = self._board, self.scheduler
+        board["running"] = len(scheduler.running)
+        board["waiting"] = len(scheduler.waiting)
+        board["paused"] = len(self._backlogged) + len(self._held_by_client)
+        board["kv_blocks_used"] = scheduler.blocks.num_used
+        board["num_preempted"] = scheduler.num_preempted
+        board["num_admitted"] = scheduler.num_admitted

@@ -1,0 +1,86 @@
+"""The worker's way in: the records of one channel's submit ring, as calls on the engine.
+
+Owns: the submit ring's reading end. Never: waits, or decides anything about a request. A record that cannot be is counted and
+ends its request, not the worker; counters that cannot be end the channel (RingProtocolError).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from shmserve.rings.channel import Channel
+from shmserve.wire import (
+    Submit,
+    SubmitKind,
+    WireError,
+    control_digest,
+    submit_head,
+    unpack_submit,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """What the records ask for. `http` is the index of the front end that wrote them."""
+
+    def submit(self, request: Submit, http: int) -> None: ...
+    def refuse(self, req_id: int, http: int, reason: str) -> None: ...
+    def abort(self, req_id: int) -> None: ...
+    def abort_by_digest(self, digest: bytes) -> None: ...
+    def set_paused(self, req_id: int, is_paused: bool) -> None: ...
+    def flush_cache(self, req_id: int, http: int) -> None: ...
+
+
+class Inbox:
+    """One channel's submit ring, from the worker's side. Takes the consumer's role. Main thread only."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.num_bad = 0
+        self._consumer = channel.submit.consumer()
+
+    @property
+    def data_fd(self) -> int:
+        return self.channel.submit.data.fd
+
+    def drain(self, sink: Sink) -> int:
+        """Hand every announced record to `sink`; the number of slots handled."""
+        consumer = self._consumer
+        owed = handled = consumer.poll()
+        while owed:
+            first = consumer.peek(0)
+            count = 1
+            try:
+                req_id, kind, count = submit_head(first)
+                # A unit goes into one publish: all its slots are here, or it is broken.
+                if not 1 <= count <= owed:
+                    count = 1
+                    raise WireError(f"SUBMIT {req_id:016x} is not whole")
+                self._hand_over(sink, req_id, kind, [consumer.peek(i) for i in range(count)])
+            except WireError as error:
+                self._bad(sink, int.from_bytes(first[:8], "little"), error)
+            consumer.release(count)
+            owed -= count
+        return handled
+
+    def _hand_over(self, sink: Sink, req_id: int, kind: int, slots: list[memoryview]) -> None:
+        http = self.channel.http
+        if kind == SubmitKind.SUBMIT:
+            sink.submit(unpack_submit(slots), http)
+        elif kind == SubmitKind.ABORT:
+            sink.abort(req_id)
+        elif kind == SubmitKind.ABORT_BY_ID:
+            sink.abort_by_digest(control_digest(slots[0]))
+        elif kind in (SubmitKind.PAUSE, SubmitKind.RESUME):
+            sink.set_paused(req_id, kind == SubmitKind.PAUSE)
+        elif kind == SubmitKind.FLUSH_CACHE:
+            sink.flush_cache(req_id, http)
+        else:
+            raise WireError(f"a stray record of kind {kind}")
+
+    def _bad(self, sink: Sink, req_id: int, error: WireError) -> None:
+        self.num_bad += 1
+        log.warning("bad submit record from front end %d: %s", self.channel.http, error)
+        sink.refuse(req_id, self.channel.http, f"the worker could not read the request: {error}")

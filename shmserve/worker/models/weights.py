@@ -1,0 +1,272 @@
+"""The weights of a decoder as float32 tensors, from a GGUF file or a folder of safetensors.
+
+Owns: the names of tensors in both formats, the check of every shape, and the fused layout (q, k and v in one matrix, gate
+and up in one). Never: knows what is computed with them. Anything missing or misshapen is one `ModelLoadError` line with the
+file, the tensor and both shapes. A tied output head is the embedding's own tensor, so memory holds it once.
+
+Rows of q and k are in the half-split rotary order of Hugging Face; llama-architecture GGUF files interleave them and are
+put right here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shmserve.gguf import GGUFError, GGUFFile, unpermute_rows
+from shmserve.worker.models.config import DecoderConfig, ModelLoadError
+
+Shape = tuple[int, ...]
+LoadProgress = Callable[[float], None]
+
+# part -> (name in a GGUF file, name in a Hugging Face checkpoint)
+MODEL_NAMES = {
+    "embedding": ("token_embd.weight", "model.embed_tokens.weight"),
+    "final_norm": ("output_norm.weight", "model.norm.weight"),
+    "head": ("output.weight", "lm_head.weight"),
+}
+LAYER_NAMES = {
+    "attention_norm": ("attn_norm.weight", "input_layernorm.weight"),
+    "q": ("attn_q.weight", "self_attn.q_proj.weight"),
+    "k": ("attn_k.weight", "self_attn.k_proj.weight"),
+    "v": ("attn_v.weight", "self_attn.v_proj.weight"),
+    "q_bias": ("attn_q.bias", "self_attn.q_proj.bias"),
+    "k_bias": ("attn_k.bias", "self_attn.k_proj.bias"),
+    "v_bias": ("attn_v.bias", "self_attn.v_proj.bias"),
+    "q_norm": ("attn_q_norm.weight", "self_attn.q_norm.weight"),
+    "k_norm": ("attn_k_norm.weight", "self_attn.k_norm.weight"),
+    "output": ("attn_output.weight", "self_attn.o_proj.weight"),
+    "output_bias": ("attn_output.bias", "self_attn.o_proj.bias"),
+    "ffn_norm": ("ffn_norm.weight", "post_attention_layernorm.weight"),
+    "gate": ("ffn_gate.weight", "mlp.gate_proj.weight"),
+    "up": ("ffn_up.weight", "mlp.up_proj.weight"),
+    "down": ("ffn_down.weight", "mlp.down_proj.weight"),
+}
+SAFETENSORS_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Matrices are [out, in]; None where the architecture has no such tensor."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    ffn_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """`rope_factors` divide the rotary frequencies, f32[head_dim / 2]; GGUF files carry llama3's scaling this way."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Tensor
+    rope_factors: Tensor | None
+
+
+class TensorSource(Protocol):
+    """One model's tensors by name."""
+
+    def name(self, part: str, layer: int | None) -> str: ...
+
+    def shape(self, name: str) -> Shape | None:
+        """None where there is no such tensor."""
+
+    def read(self, name: str, part: str) -> Tensor:
+        """The values as float32."""
+
+    def where(self, name: str) -> Path:
+        """The file that has the tensor, or should have it."""
+
+
+class GGUFSource:
+    def __init__(self, file: GGUFFile, config: DecoderConfig) -> None:
+        self._file = file
+        is_interleaved = config.architecture == "llama"
+        self._interleaved_heads = (
+            dict.fromkeys(("q", "q_bias"), config.num_heads)
+            | dict.fromkeys(("k", "k_bias"), config.num_kv_heads)
+            if is_interleaved
+            else {}
+        )
+
+    def name(self, part: str, layer: int | None) -> str:
+        return MODEL_NAMES[part][0] if layer is None else f"blk.{layer}.{LAYER_NAMES[part][0]}"
+
+    def shape(self, name: str) -> Shape | None:
+        info = self._file.tensors.get(name)
+        return None if info is None else tuple(info.shape)
+
+    def read(self, name: str, part: str) -> Tensor:
+        try:
+            values = self._file.array(name)
+        except GGUFError as error:
+            raise ModelLoadError(str(error)) from None
+        if part in self._interleaved_heads:
+            values = unpermute_rows(values, self._interleaved_heads[part])
+        return torch.from_numpy(values)
+
+    def where(self, name: str) -> Path:
+        return self._file.path
+
+
+class SafetensorsSource:
+    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        self._single = folder / "model.safetensors"
+        self._handles: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        if index.exists():
+            self._file_of = {name: folder / file for name, file in _weight_map(index).items()}
+        elif self._single.exists():
+            self._file_of = dict.fromkeys(self._open(self._single).keys(), self._single)
+        else:
+            raise ModelLoadError(
+                f"{folder}: has neither model.safetensors nor model.safetensors.index.json"
+            )
+
+    def name(self, part: str, layer: int | None) -> str:
+        return (
+            MODEL_NAMES[part][1]
+            if layer is None
+            else f"model.layers.{layer}.{LAYER_NAMES[part][1]}"
+        )
+
+    def shape(self, name: str) -> Shape | None:
+        path = self._file_of.get(name)
+        if path is None:
+            return None
+        tensor = self._slice(path, name)
+        if tensor.get_dtype() not in SAFETENSORS_DTYPES:
+            known = ", ".join(SAFETENSORS_DTYPES)
+            raise ModelLoadError(
+                f"{path}: tensor {name} has type {tensor.get_dtype()}, which cannot be read (readable: {known})"
+            )
+        return tuple(tensor.get_shape())
+
+    def read(self, name: str, part: str) -> Tensor:
+        tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
+        return tensor.to(torch.float32)
+
+    def where(self, name: str) -> Path:
+        return self._file_of.get(name, self._single)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._handles:
+            try:
+                self._handles[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelLoadError(f"{path}: cannot be read: {error}") from None
+        return self._handles[path]
+
+    def _slice(self, path: Path, name: str) -> Any:
+        try:
+            return self._open(path).get_slice(name)
+        except SafetensorError:
+            raise ModelLoadError(
+                f"{path}: tensor {name} is missing, though the index names it"
+            ) from None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index}: cannot be read: {type(error).__name__}: {error}") from None
+
+
+def load_weights(
+    source: TensorSource, config: DecoderConfig, progress: LoadProgress = lambda fraction: None
+) -> DecoderWeights:
+    """All weights of the model; `progress` hears the fraction of tensors read so far."""
+    reader = _Reader(source, config, progress)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = reader.one("embedding", None, (vocab, hidden))
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(reader.layer(layer) for layer in range(config.num_layers)),
+        final_norm=reader.one("final_norm", None, (hidden,)),
+        head=embedding if config.tied_head else reader.one("head", None, (vocab, hidden)),
+        rope_factors=reader.rope_factors(),
+    )
+
+
+class _Reader:
+    """Reads part after part, checks each shape, and counts for `progress`."""
+
+    def __init__(self, source: TensorSource, config: DecoderConfig, progress: LoadProgress) -> None:
+        self._source, self._config, self._progress = source, config, progress
+        biases_and_norms = 3 * config.has_qkv_bias + config.has_output_bias + 2 * config.has_qk_norm
+        self._total = 2 + (not config.tied_head) + config.num_layers * (9 + biases_and_norms)
+        self._num_read = 0
+
+    def layer(self, layer: int) -> LayerWeights:
+        c = self._config
+        hidden, ffn = c.hidden_size, c.ffn_size
+        q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        biases = {f"{part}_bias": size for part, size in rows.items()}
+        return LayerWeights(
+            attention_norm=self.one("attention_norm", layer, (hidden,)),
+            qkv=self.stacked(layer, rows, (hidden,)),
+            qkv_bias=self.stacked(layer, biases, ()) if c.has_qkv_bias else None,
+            q_norm=self.one("q_norm", layer, (c.head_dim,)) if c.has_qk_norm else None,
+            k_norm=self.one("k_norm", layer, (c.head_dim,)) if c.has_qk_norm else None,
+            output=self.one("output", layer, (hidden, q_rows)),
+            output_bias=self.one("output_bias", layer, (hidden,)) if c.has_output_bias else None,
+            ffn_norm=self.one("ffn_norm", layer, (hidden,)),
+            gate_up=self.stacked(layer, {"gate": ffn, "up": ffn}, (hidden,)),
+            down=self.one("down", layer, (hidden, ffn)),
+        )
+
+    def stacked(self, layer: int, rows: dict[str, int], rest: Shape) -> Tensor:
+        """Several parts under each other in one tensor, each copied to its place as it is read."""
+        out = torch.empty((sum(rows.values()), *rest), dtype=torch.float32)
+        start = 0
+        for part, size in rows.items():
+            out[start : start + size] = self.one(part, layer, (size, *rest))
+            start += size
+        return out
+
+    def one(self, part: str, layer: int | None, shape: Shape) -> Tensor:
+        name = self._source.name(part, layer)
+        found = self._source.shape(name)
+        if found != shape:
+            what = "is missing" if found is None else f"has shape {list(found)}"
+            raise ModelLoadError(
+                f"{self._source.where(name)}: tensor {name} {what}, expected {list(shape)}"
+            )
+        tensor = self._source.read(name, part).contiguous()
+        self._num_read += 1
+        self._progress(self._num_read / self._total)
+        return tensor
+
+    def rope_factors(self) -> Tensor | None:
+        name, expected = "rope_freqs.weight", (self._config.head_dim // 2,)
+        found = self._source.shape(name)
+        if found is None:
+            return None
+        if found != expected:
+            where = self._source.where(name)
+            raise ModelLoadError(
+                f"{where}: tensor {name} has shape {list(found)}, expected {list(expected)}"
+            )
+        return self._source.read(name, "rope_factors")

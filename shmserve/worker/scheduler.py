@@ -1,0 +1,309 @@
+"""Iteration-level scheduling over a paged KV cache: which tokens the next step computes.
+
+Owns: the waiting list, the running sequences, their rows and blocks. Never: does I/O, reads a clock for a decision, or looks at
+a token's meaning.
+
+Each step takes one token of every decoding sequence, then prompt chunks, oldest first, as far as the token budget goes
+(chunked prefill), then admits from the waiting list while rows and blocks last. When a decoding sequence needs a block and
+none is free, the sequence that comes last (paused ones first, then by priority and arrival) is preempted: its blocks are
+freed and it waits again with all its tokens, to be recomputed. A sequence that could not run alone is refused at `add`, so
+the first in line always finishes: there is no livelock.
+
+Law (`check`): rows and blocks held by running sequences, and the free ones, are all there are; nobody waits and runs.
+Worker's main thread only.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.stop import StopMatcher
+from shmserve.worker.batch import Batch
+from shmserve.worker.blocks import BlockAllocator
+from shmserve.worker.columns import STOP_COLUMNS, Columns
+from shmserve.worker.runner import RunnerInfo
+from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.sequence import Sequence
+
+
+class NeverFitsError(ValueError):
+    """The sequence could not run even alone; the text is for the client."""
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """Who comes first: lower priority value, then earlier arrival. Survives a preemption."""
+    return (sequence.params.priority, sequence.arrival_order)
+
+
+class Scheduler:
+    """`eos_ids` end a sequence unless it ignores EOS. `max_num_batched_tokens` bounds the tokens of one step."""
+
+    def __init__(
+        self,
+        info: RunnerInfo,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self.info = info
+        self.max_num_seqs = max_num_seqs
+        # Every running sequence may decode in every step, whatever the budget for prompts.
+        self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
+        self.columns = Columns(max_num_seqs, info.max_model_len, info.block_size)
+        self.sampling = SamplingState(max_num_seqs)
+        self.blocks = BlockAllocator(info.num_blocks)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []  # in order of admission
+        self._prefilling: list[Sequence] = []  # those of `running` that still compute their prompt
+        self.by_row: list[Sequence | None] = [None] * max_num_seqs
+        self.num_preempted = 0
+        self.num_admitted = 0
+        self._eos_ids = frozenset(eos_ids)
+        self._lookahead = info.max_tokens_per_step - 1
+        self._decode_rows: npt.NDArray[np.int32] | None = (
+            None  # None: a sequence came, left or changed
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """False when a step would compute nothing: nobody runs, or all who could are paused."""
+        return any(not s.is_paused for s in self.running) or any(
+            not s.is_paused for s in self.waiting
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence into the waiting list. Raises NeverFitsError if it could not run even alone."""
+        limit = self.capacity_tokens
+        if sequence.num_prompt_tokens >= limit:
+            raise NeverFitsError(
+                f"a prompt of {sequence.num_prompt_tokens} tokens does not fit: at most {limit - 1} "
+                f"(context {self.info.max_model_len}, KV cache {(self.info.num_blocks - 1) * self.info.block_size} tokens)"
+            )
+        sequence.token_ids = sequence.prompt_ids
+        stop_ids = set(sequence.params.stop_token_ids)
+        if not sequence.params.ignore_eos:
+            stop_ids |= self._eos_ids
+        sequence.stop_ids = frozenset(stop_ids)
+        if sequence.params.stop:
+            sequence.matcher = StopMatcher(sequence.params.stop)
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens, prompt and completion together, that one sequence may reach."""
+        kv = (self.info.num_blocks - 1) * self.info.block_size - self._lookahead
+        return min(self.info.max_model_len, kv)
+
+    def schedule(self, step: int, now_ns: int) -> tuple[Batch | None, list[Sequence]]:
+        """The next step's batch (None if there is nothing to compute) and the sequences that it schedules first."""
+        decode_rows = self._ready_to_decode()
+        budget = self.max_num_batched_tokens - len(decode_rows)
+        chunks: list[tuple[Sequence, int]] = []
+        for sequence in self._prefilling:
+            if budget > 0 and not sequence.is_paused:
+                chunks.append((sequence, min(self._prefill_left(sequence), budget)))
+                budget -= chunks[-1][1]
+        started = []
+        while budget > 0 and (first := self._admissible()) is not None:
+            self._admit(first, now_ns)
+            started.append(first)
+            chunks.append((first, min(self._prefill_left(first), budget)))
+            budget -= chunks[-1][1]
+        if not len(decode_rows) and not chunks:
+            return None, started
+        return self._batch(step, decode_rows, chunks), started
+
+    def _ready_to_decode(self) -> npt.NDArray[np.int32]:
+        """Rows that decode in this step, each with room for its token; preempts until that is so."""
+        while True:
+            rows = self._decode_rows
+            if rows is None:
+                rows = self._decode_rows = np.array(
+                    [s.row for s in self.running if not s.is_paused and self._prefill_left(s) == 0],
+                    np.int32,
+                )
+            columns = self.columns
+            last = columns.num_tokens[rows] - 1 + self._lookahead
+            short = rows[last // self.info.block_size >= columns.num_blocks[rows]]
+            for row in short.tolist():
+                sequence = self.by_row[row]
+                assert sequence is not None
+                while not self.blocks.num_free:
+                    victim = max(self.running, key=lambda s: (s.is_paused, _order(s)))
+                    self._preempt(victim)
+                    if victim is sequence:
+                        break
+                if self._decode_rows is None:
+                    break  # somebody was preempted, perhaps one of `rows`: look again
+                self._grow(sequence, 1)
+            else:
+                return rows
+
+    def _prefill_left(self, sequence: Sequence) -> int:
+        """Tokens still to compute before the sequence decodes one at a time."""
+        row = sequence.row
+        return int(self.columns.num_tokens[row]) - int(self.columns.num_computed[row])
+
+    def _admissible(self) -> Sequence | None:
+        if not self.columns.num_free_rows:
+            return None
+        for sequence in self.waiting:
+            if sequence.is_paused:
+                continue
+            needed = self._blocks_for(len(sequence.token_ids))
+            return (
+                sequence if needed <= self.blocks.num_free else None
+            )  # first in line: nobody passes
+        return None
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.info.block_size)
+
+    def _admit(self, sequence: Sequence, now_ns: int) -> None:
+        self.waiting.remove(sequence)
+        columns, params = self.columns, sequence.params
+        row = sequence.row = columns.take_row()
+        num_tokens = len(sequence.token_ids)
+        num_prompt = sequence.num_prompt_tokens
+        columns.req_id[row] = sequence.req_id
+        columns.channel[row] = sequence.channel
+        columns.token_ids[row, :num_tokens] = sequence.token_ids
+        columns.num_tokens[row] = num_tokens
+        columns.num_computed[row] = 0
+        columns.num_prompt[row] = num_prompt
+        columns.max_total[row] = min(num_prompt + params.max_tokens, self.capacity_tokens)
+        columns.min_total[row] = num_prompt + params.min_tokens
+        columns.stop_ids[row] = -1
+        columns.is_slow[row] = bool(params.stop) or len(sequence.stop_ids) > STOP_COLUMNS
+        columns.wants_logprobs[row] = params.num_logprobs >= 0
+        if len(sequence.stop_ids) <= STOP_COLUMNS:
+            columns.stop_ids[row, : len(sequence.stop_ids)] = sorted(sequence.stop_ids)
+        columns.num_blocks[row] = 0
+        self.sampling.set(row, params, tuple(sequence.stop_ids), num_tokens - num_prompt)
+        self._grow(sequence, self._blocks_for(num_tokens))
+        sequence.is_prefilling = True
+        self._prefilling.append(sequence)
+        if not sequence.admitted_ns:
+            sequence.admitted_ns = sequence.scheduled_ns = now_ns
+            self.num_admitted += 1
+        self.by_row[row] = sequence
+        self.running.append(sequence)
+        self._decode_rows = None
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        new = self.blocks.allocate(count)
+        row, have = sequence.row, len(sequence.blocks)
+        sequence.blocks += new
+        self.columns.block_table[row, have : have + count] = new
+        self.columns.num_blocks[row] = have + count
+
+    def _preempt(self, sequence: Sequence) -> None:
+        row = sequence.row
+        num_tokens = int(self.columns.num_tokens[row])
+        sequence.token_ids = self.columns.token_ids[row, :num_tokens].copy()
+        sequence.num_retractions += 1
+        self.num_preempted += 1
+        self._leave(sequence)
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence off its row; its blocks are free at once. Never under a running forward pass."""
+        row = sequence.row
+        self.running.remove(sequence)
+        if sequence.is_prefilling:
+            self._prefilling.remove(sequence)
+            sequence.is_prefilling = False
+        self.by_row[row] = None
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.row = -1
+        self.sampling.clear(row)
+        self.columns.give_row(row)
+        self._decode_rows = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is. Between steps only."""
+        if sequence.row >= 0:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def set_paused(self, sequence: Sequence, is_paused: bool) -> None:
+        """A paused sequence keeps its blocks (unless others need them) and computes nothing."""
+        sequence.is_paused = is_paused
+        self._decode_rows = None
+
+    def advance(self, batch: Batch, now_ns: int) -> None:
+        """The batch was computed, its tokens known at `now_ns`: its keys and values are in the cache."""
+        self.columns.num_computed[batch.rows] = batch.kv_lens
+        if batch.is_decode:
+            return
+        for index in batch.sample_seqs.tolist():
+            sequence = self.by_row[int(batch.rows[index])]
+            if sequence is not None and sequence.is_prefilling:
+                sequence.is_prefilling = False
+                sequence.prefill_end_ns = sequence.prefill_end_ns or now_ns
+                sequence.first_token_ns = sequence.first_token_ns or now_ns
+                self._prefilling.remove(sequence)
+                self._decode_rows = None
+
+    def _batch(
+        self,
+        step: int,
+        decode_rows: npt.NDArray[np.int32],
+        chunks: list[tuple[Sequence, int]],
+    ) -> Batch:
+        columns, size = self.columns, self.info.block_size
+        rows, num_decode = decode_rows, len(decode_rows)
+        counts = np.ones(num_decode + len(chunks), np.int32)
+        if chunks:
+            rows = np.concatenate([decode_rows, np.array([s.row for s, _ in chunks], np.int32)])
+            counts[num_decode:] = [count for _, count in chunks]
+        computed = columns.num_computed[rows]
+        kv_lens = computed + counts
+        table = columns.block_table[rows, : max(1, int(columns.num_blocks[rows].max()))]
+        if not chunks:
+            cu = np.arange(num_decode + 1, dtype=np.int32)
+            positions, owner = computed, cu[:-1]
+        else:
+            cu = np.zeros(len(rows) + 1, np.int32)
+            np.cumsum(counts, out=cu[1:])
+            owner = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+            positions = np.arange(cu[-1], dtype=np.int32) - cu[owner] + computed[owner]
+        return Batch(
+            step=step,
+            rows=rows,
+            token_ids=columns.token_ids[rows[owner], positions],
+            positions=positions,
+            kv_slots=table[owner, positions // size] * size + positions % size,
+            cu_seqlens=cu,
+            block_table=table,
+            kv_lens=kv_lens,
+            sample_seqs=np.flatnonzero(kv_lens == columns.num_tokens[rows]).astype(np.int32),
+            is_decode=not chunks,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless the law holds."""
+        self.blocks.check()
+        held = [block for s in self.running for block in s.blocks]
+        assert len(set(held)) == len(held), "two sequences hold one block"
+        assert self.blocks.num_used == len(held), (self.blocks.num_used, len(held))
+        assert self.columns.num_free_rows + len(self.running) == self.max_num_seqs
+        for sequence in self.running:
+            row = sequence.row
+            assert self.by_row[row] is sequence
+            n = len(sequence.blocks)
+            assert self.columns.num_blocks[row] == n
+            assert self.columns.block_table[row, :n].tolist() == sequence.blocks
+            assert self.columns.num_computed[row] <= self.columns.num_tokens[row]
+            assert n * self.info.block_size >= self.columns.num_computed[row]
+            assert sequence.is_prefilling == (sequence in self._prefilling)
+        for sequence in self.waiting:
+            assert sequence.row == -1 and not sequence.blocks
+            assert sequence not in self.running
+        assert self.waiting == sorted(self.waiting, key=_order)

@@ -1,0 +1,59 @@
+"""One sequence: what is known of it outside the columns.
+
+A Python object that is touched when it arrives, is admitted, crosses a block boundary, or leaves; never once per token.
+Worker process only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from shmserve.stop import StopMatcher
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Mutable. `row` is its row slot while it runs, -1 while it waits; `blocks` are the KV blocks it holds."""
+
+    req_id: int
+    channel: int
+    params: SamplingParams
+    prompt_ids: npt.NDArray[np.int32]
+    arrival_order: int
+    received_ns: int
+    row: int = -1
+    token_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """All its tokens while it waits: the prompt, and after a preemption what it had generated."""
+    blocks: list[int] = field(default_factory=list)
+    stop_ids: frozenset[int] = frozenset()
+    matcher: StopMatcher | None = None
+    is_paused: bool = False
+    is_prefilling: bool = False
+    num_retractions: int = 0
+    cached_tokens: int = 0
+    admitted_ns: int = 0
+    scheduled_ns: int = 0
+    prefill_end_ns: int = 0
+    first_token_ns: int = 0
+    admit_order: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    def stamps(self) -> tuple[int, int, int, int, int]:
+        """For the FINISH record: received, admitted, first scheduled, prefill end, first token (ns)."""
+        return (
+            self.received_ns,
+            self.admitted_ns,
+            self.scheduled_ns,
+            self.prefill_end_ns,
+            self.first_token_ns,
+        )

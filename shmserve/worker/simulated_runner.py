@@ -1,0 +1,153 @@
+"""A GPU that is not there: every step ends at the next multiple of T, and makes seeded or scripted tokens.
+
+It runs under the real scheduler with real blocks, so it is how an operator sizes a front end before buying the GPU, and how the
+tests run. Never: imports torch, computes a logit.
+
+Tokens are drawn by (seed, position) from the ids whose bytes are whole characters and that are not special. A request with a
+logit_bias of 100 (OpenAI's greatest) gets that token at every step, as it would from a real model. A script, chosen by the
+request's seed, gives its token lists one step after the other, and EOS behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.token_bytes import TokenBytes
+from shmserve.worker.batch import Batch, StepOutput
+from shmserve.worker.runner import RunnerInfo
+from shmserve.worker.sampling_state import SamplingState
+
+FORCING_BIAS = 100.0
+
+
+class ScriptError(ValueError):
+    """The script file is not what it must be; one line for the operator."""
+
+
+def load_script(path: str, vocab_size: int) -> dict[int, list[list[int]]]:
+    """The file's `{"SEED": [[ids of step 1], [ids of step 2], ...], ...}`. Raises ScriptError."""
+    try:
+        raw = json.loads(Path(path).read_text())
+        script = {
+            int(seed): [list(map(int, step)) for step in steps] for seed, steps in raw.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ScriptError(f"--script {path}: {error}") from None
+    for seed, steps in script.items():
+        for step in steps:
+            if not step or not all(0 <= token < vocab_size for token in step):
+                raise ScriptError(
+                    f"--script {path}: a step of seed {seed} must hold token ids 0 to {vocab_size - 1}"
+                )
+    return script
+
+
+def plain_ids(token_bytes: TokenBytes, special_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Ids that are not special and whose bytes are whole printable characters."""
+    special = set(special_ids)
+    ids = []
+    for token_id, data in enumerate(token_bytes.table()):
+        if token_id in special or not data:
+            continue
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            continue
+        if text.replace(" ", "x").isprintable() and "\ufffd" not in text:
+            ids.append(token_id)
+    return np.array(ids, np.int32)
+
+
+def mix(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash of (seed, position): the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    z = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class SimulatedRunner:
+    """`step_ms` is T. `wait_until(ns)` sleeps until a CLOCK_MONOTONIC time; tests may pass their own."""
+
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        special_ids: Sequence[int],
+        eos_id: int,
+        *,
+        step_ms: float,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int = 16,
+        script: dict[int, list[list[int]]] | None = None,
+        wait_until: Callable[[int], None] | None = None,
+    ) -> None:
+        self._script = script or {}
+        widest = max((len(step) for steps in self._script.values() for step in steps), default=1)
+        self.info = RunnerInfo(
+            name=f"simulated, a step every {step_ms:g} ms",
+            vocab_size=len(token_bytes),
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_tokens_per_step=widest,
+        )
+        self._step_ns = max(1, int(step_ms * 1e6))
+        self._plain = plain_ids(token_bytes, special_ids)
+        self._eos_id = eos_id
+        self._wait_until = wait_until or _sleep_until
+
+    def run(self, batch: Batch, sampling: SamplingState) -> StepOutput:
+        """Sleep until the step's end, then answer. Grid points are absolute, so one late step does not delay the next."""
+        rows = batch.rows[batch.sample_seqs]
+        drawn = mix(sampling.seed[rows], sampling.position[rows]) % np.uint64(len(self._plain))
+        token_ids = self._plain[drawn.astype(np.intp)][:, None]
+        for i, row in enumerate(rows.tolist()):
+            if row in sampling.bias:
+                ids, values = sampling.bias[row]
+                if values.max() >= FORCING_BIAS:
+                    token_ids[i, 0] = ids[values.argmax()]
+        counts = None
+        if self._script:
+            token_ids, counts = self._follow_script(rows, token_ids, sampling)
+        due = (time.monotonic_ns() // self._step_ns + 1) * self._step_ns
+        self._wait_until(due)
+        return StepOutput(token_ids=token_ids, counts=counts, time_ns=time.monotonic_ns())
+
+    def _follow_script(
+        self, rows: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], sampling: SamplingState
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        wide = np.zeros((len(rows), self.info.max_tokens_per_step), np.int32)
+        wide[:, :1] = token_ids
+        counts = np.ones(len(rows), np.int32)
+        for i, row in enumerate(rows.tolist()):
+            steps = self._script.get(int(sampling.seed[row]))
+            if steps is None:
+                continue
+            ids = self._scripted(steps, int(sampling.position[row]))
+            wide[i, : len(ids)] = ids
+            counts[i] = len(ids)
+        return wide, counts
+
+    def _scripted(self, steps: list[list[int]], position: int) -> list[int]:
+        """The step that begins at `position` of the script."""
+        for step in steps:
+            if position < len(step):
+                return step[position:]
+            position -= len(step)
+        return [self._eos_id]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _sleep_until(due_ns: int) -> None:
+    left = due_ns - time.monotonic_ns()
+    if left > 0:
+        time.sleep(left / 1e9)

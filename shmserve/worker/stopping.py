@@ -1,0 +1,70 @@
+"""Where completions end: the stop conditions of one step, in their fixed order.
+
+    1 stop string   2 stop token or EOS   3 length (tokens, context)     inside a step of several tokens, position by position
+
+Owns: the decision. Never: frees anything. A sequence without stop strings is judged in columns; one with them token by token,
+over bytes, by its `StopMatcher`. Worker's main thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.request import FinishReason
+from shmserve.token_bytes import TokenBytes
+from shmserve.wire import KEEP_ALL
+from shmserve.worker.columns import Columns
+from shmserve.worker.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sequence ended. `keep_bytes` of its text are the completion's; KEEP_ALL if there is nothing to cut."""
+
+    reason: FinishReason
+    matched_token: int = -1
+    matched_stop: int = -1
+    keep_bytes: int = KEEP_ALL
+
+
+class StopConditions:
+    """`token_bytes` and `special_ids` are the tokenizer's; they are needed for stop strings only."""
+
+    def __init__(self, token_bytes: TokenBytes, special_ids: tuple[int, ...]) -> None:
+        self._token_bytes = token_bytes
+        self._special_ids = frozenset(special_ids)
+
+    def judge_columns(
+        self, columns: Columns, rows: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """(ended by a stop id, ended by length) for rows that have just been given one token each."""
+        num_tokens = columns.num_tokens[rows]
+        stops = (columns.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        stops &= num_tokens >= columns.min_total[rows]
+        return stops, (num_tokens >= columns.max_total[rows]) & ~stops
+
+    def judge_one(
+        self, sequence: Sequence, token_id: int, num_output: int, num_left: int
+    ) -> Ending | None:
+        """How `token_id` ends `sequence`, if it does: it is output token number `num_output` (from 1), with `num_left` to go."""
+        params = sequence.params
+        counts = num_output >= params.min_tokens
+        is_stop_id = counts and token_id in sequence.stop_ids
+        if sequence.matcher is not None and not is_stop_id:
+            match = sequence.matcher.feed(self._text_of(sequence, token_id), is_matching=counts)
+            if match is not None:
+                keep = match.end if params.include_stop else match.start
+                return Ending(FinishReason.STOP_STRING, matched_stop=match.stop, keep_bytes=keep)
+        if is_stop_id:
+            return Ending(FinishReason.STOP_TOKEN, matched_token=token_id)
+        if num_left <= 0:
+            return Ending(FinishReason.LENGTH)
+        return None
+
+    def _text_of(self, sequence: Sequence, token_id: int) -> bytes:
+        if sequence.params.skip_special_tokens and token_id in self._special_ids:
+            return b""
+        return self._token_bytes[token_id]
