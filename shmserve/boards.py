@@ -106,6 +106,7 @@ HTTP_BOARD: Final = BoardSpec(
         "num_refused",
         "num_aborted",
         "num_errors",
+        "num_slow_clients",  # connections closed because their client was too slow
         "frames",
         "tokens",
         "mailbox_bytes",  # gauges: what waits for slow clients, and its greatest

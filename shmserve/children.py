@@ -86,7 +86,13 @@ class Child:
 
     @classmethod
     def spawn(
-        cls, role: str, index: int, epoch: int, board: Board, command: Command, environ: Mapping[str, str]
+        cls,
+        role: str,
+        index: int,
+        epoch: int,
+        board: Board,
+        command: Command,
+        environ: Mapping[str, str],
     ) -> Child:
         """Start the process with its end of a new control link. Raises OSError if that fails."""
         ours, theirs = ControlLink.pair()

@@ -8,10 +8,12 @@ supervisor -> child
     {"type": "listen", "sockets": n}                                               fds: n bound sockets (http only)
     {"type": "channel", "http", "worker", "epoch"}                                 fds: the six of Channel.fds()
     {"type": "board", "role", "index", "name"}                                     a board to read, by name (http only)
-    {"type": "worker", "worker", "state", "phase", "fraction", "reason"}           state: loading ready stopped hung dead (http only)
+    {"type": "worker", "worker", "state", "phase", "fraction", "reason", "info"}   state: loading ready stopped hung dead (http only);
+                                                                                   info: what its "ready" said
     {"type": "close_channel", "http", "worker", "epoch"}                           the peer is gone; end what is in flight on it
     {"type": "drain"}                                                              no new requests; finish those in flight
     {"type": "stop"}                                                               end now, exit 0
+    {"type": "refused", "error"}                                                   the answer to a join that cannot be; then EOF
 child -> supervisor
     {"type": "join", "role", "index"}           only over the instance socket (started by hand)
     {"type": "loading", "phase", "fraction"}

@@ -12,7 +12,7 @@ carries a request. Peers must be of our own uid, or root (SO_PEERCRED).
     {"type": "status"}                               {"type": "status", ...}                     see Supervisor.status
     {"type": "drain"} | {"type": "stop"}             {"type": "ok", "pid"}, then end of file when the supervisor is gone
     {"type": "join", "role", "index"}                the messages of a control link (control.py), or
-    anything else                                    {"type": "refused", "reason"}
+    anything else                                    {"type": "refused", "error"}
 """
 
 from __future__ import annotations
@@ -201,8 +201,10 @@ def _is_held(directory: str, name: str) -> bool:
         os.close(fd)
 
 
-def ask(directory: str, name: str, message: Message, timeout_s: float, until_gone: bool) -> Message:
-    """Send `message` to instance `name`; its answer. With `until_gone`, waits on until that supervisor has ended.
+def ask(
+    directory: str, name: str, message: Message, timeout_s: float, until_gone: bool = False
+) -> Message:
+    """Send `message` to instance `name`; its answer. With `until_gone`, waits on, without limit, until that supervisor has ended.
 
     Raises InstanceError if nobody answers in time.
     """
@@ -221,7 +223,8 @@ def ask(directory: str, name: str, message: Message, timeout_s: float, until_gon
             raise InstanceError(f"instance {name!r} closed the connection without an answer")
         answer, _ = received
         if answer["type"] == "refused":
-            raise InstanceError(f"instance {name!r} refused: {answer.get('reason')}")
+            raise InstanceError(f"instance {name!r} refused: {answer.get('error')}")
+        link.sock.settimeout(None)
         while until_gone and link.receive() is not None:
             continue
         return answer

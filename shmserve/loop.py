@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from types import FrameType
 from typing import Protocol
@@ -46,12 +46,12 @@ class Loop:
         """Call `callback` once, `seconds` from now. There is no cancelling: a callback looks whether it is still wanted."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), callback))
 
-    def watch_signals(self, actions: dict[int, Callback]) -> None:
+    def watch_signals(self, actions: Mapping[signal.Signals, Callback]) -> None:
         """From now on these signals do nothing but call their action from `turn`. Main thread only.
 
         A signal that was ignored when the process started (nohup) stays ignored.
         """
-        self._on_signal = dict(actions)
+        self._on_signal = {int(number): action for number, action in actions.items()}
         signal.set_wakeup_fd(self._signal_fd, warn_on_full_buffer=False)
         for number in actions:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -71,8 +71,7 @@ class Loop:
             heapq.heappop(self._timers)[2]()
 
     def _take_signals(self) -> None:
-        # One byte a signal; several SIGCHLD of one moment are one call.
-        for number in dict.fromkeys(os.read(self._wake_fd, 4096)):
+        for number in os.read(self._wake_fd, 4096):  # a byte a signal: two SIGTERM are two calls
             action = self._on_signal.get(number)
             if action is not None:
                 action()

@@ -7,12 +7,12 @@ a chat template has none).
 Used while a model is prepared. Every failure is a `ModelError` that names the file.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 
 from shmserve.gguf import GGUFError, GGUFFile
@@ -171,22 +171,27 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if template is None:
         template = _json(folder / "chat_template.json", optional=True).get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         template = named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) and template else None
 
 
 def _json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        # Not msgspec: some published configs have Infinity in them, which Python's reader takes.
+        values = json.loads(path.read_bytes())
     except FileNotFoundError:
         if optional:
             return {}
         raise ModelError(f"{path}: no such file") from None
     except OSError as error:
         raise ModelError(f"{path}: cannot read it: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
-        raise ModelError(f"{path}: not a JSON object: {error}") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return values
 
 
 def _number(values: Mapping[str, object], key: str, path: Path) -> int | None:

@@ -177,8 +177,13 @@ def _passed_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
         environ.pop(key, None)
     sockets = []
     for fd in range(_FIRST_PASSED_FD, _FIRST_PASSED_FD + int(count)):
-        os.set_inheritable(fd, False)
-        sock = socket.socket(fileno=fd)
+        try:
+            os.set_inheritable(fd, False)
+            sock = socket.socket(fileno=fd)
+        except OSError as error:
+            raise ListenError(
+                f"descriptor {fd} from LISTEN_FDS is no socket: {error.strerror}"
+            ) from None
         if sock.type != socket.SOCK_STREAM or not sock.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):

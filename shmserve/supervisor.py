@@ -1,64 +1,43 @@
 """The supervisor: it starts the front ends and the workers, hears of every death, and leaves nothing behind.
 
-Owns: the order of a life, from the claim to the last unlink; who runs; who is told what. Never: loads torch or aiohttp, sees
-a request, or polls. One thread, one loop; children are told by control messages, observers by its board.
+Owns: the order of a life, from the claim to the last unlink, and when it ends. Never: loads torch or aiohttp, sees a request,
+or polls: one thread sleeps in one loop, and wakes four times a second for its heartbeat.
 
-    claim -> prepare -> start children -> ready -> draining -> stopping -> end           (any error: straight to the end)
+    starting --all ready--> ready <--> degraded --SIGTERM, drain--> draining --none in flight--> stopping --all gone--> end
+                                                        a second signal, stop: stopping at once; a third: SIGKILL
 
-The end is the same on every path: children are ended and reaped, channels and boards unlinked, sockets closed and removed.
+The end is the same on every path, errors included: children ended and reaped, channels and boards unlinked, sockets closed
+and removed. Only a SIGKILL of this process leaves names, and the next start sweeps those.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable, MutableMapping
+from typing import Final
 
-from shmserve.boards import HEARTBEAT_S, label_of
-from shmserve.children import HTTP, TERMINAL_SIGNALS, WORKER, Child, Command, child_command
+from shmserve.boards import HEARTBEAT_S
+from shmserve.children import TERMINAL_SIGNALS, Command, child_command
 from shmserve.claim import Claim, claim
 from shmserve.config import Config
 from shmserve.control import ControlLink, Message
-from shmserve.health import RestartPolicy, Verdict, examine
+from shmserve.crew import STOP_GRACE_S, Crew, SupervisorError
 from shmserve.instance_server import InstanceServer
 from shmserve.loop import Loop, exit_on_signals
 from shmserve.notify import Notifier
 from shmserve.progress import Reporter, write_line
 from shmserve.wiring import Wiring
 
-HEALTH_CHECK_S: Final = 1.0
-STOP_GRACE_S: Final = 5.0
-"""From "stop" to SIGKILL; one second for a child that still loads and so has nothing to finish."""
+__all__ = ["Prepare", "Supervisor", "SupervisorError"]
 
 Prepare = Callable[[Config, Callable[[str, float | None], None]], Config]
-"""Makes the model ready; gives the config with its folder and name."""
+"""Makes the model ready and gives the config with its folder and name. Called once, before any child is started."""
 
-
-class SupervisorError(RuntimeError):
-    """It cannot go on; the text is one line for the operator."""
-
-
-@dataclass(slots=True)
-class Post:
-    """One place to be filled: worker j or front end i. `child` is None between a death and the next start."""
-
-    role: str
-    index: int
-    is_external: bool
-    policy: RestartPolicy
-    child: Child | None = None
-    epoch: int = 0
-    state: str = "starting"  # as told to the front ends: loading ready stopped hung dead
-    reason: str = ""
-    phase: str = ""
-    fraction: float = 0.0
-    since: float = field(default_factory=time.time)
+_MORE_TIME_USEC: Final = 120_000_000  # what a service manager grants with every word of progress
 
 
 class Supervisor:
@@ -80,27 +59,30 @@ class Supervisor:
         self._environ = environ
         self._command = command
         self._external = external
-        self._state = "starting"  # ready degraded draining stopping
+        self._state = "starting"
         self._was_ready = False
-        self._since = time.time()
         self._error = ""
-        self._last_check_ns = time.monotonic_ns()
+        self._url = ""
+        self._since = time.time()
         self._is_over = False
+        self._notifier = Notifier(environ)
 
     # --- a life
 
     def run(self) -> int:
-        """Serve until stopped; the exit code. Raises the claim's errors, SegmentError, SupervisorError: one line each.
+        """Serve until stopped; the exit code. Raises ConfigError, InstanceError, ListenError, SegmentError, SupervisorError,
+        and what `prepare` raises: one line each.
 
-        Main thread only: it takes the signals over and, once it has served, leaves them ignored.
+        Main thread only: it takes the signals over, and leaves them ignored when it served.
         """
         exit_on_signals(TERMINAL_SIGNALS)
         self.config.validate()
-        self._notifier = Notifier(self._environ)
         try:
             claimed = claim(self.config, self._environ)
             try:
-                self.config = claimed.config
+                self.config, self._url = claimed.config, claimed.listeners.url
+                self.config = self._prepare(self.config, self.crew_loading)
+                self._report.finish()
                 self._serve(claimed)
             finally:
                 claimed.close()
@@ -114,192 +96,148 @@ class Supervisor:
 
     def _serve(self, claimed: Claim) -> None:
         _raise_descriptor_limit()
-        self._url = claimed.listeners.url
-        self.config = self._prepare(self.config, self._report_loading)
         self._loop = Loop()
         try:
-            self._loop.watch_signals(
-                {s: self.drain for s in TERMINAL_SIGNALS} | {signal.SIGCHLD: self._look_at_children}
-            )
             self._wiring = Wiring(self.config, claimed.listeners, claimed.next_epoch)
-            self._posts = self._make_posts()
+            self._crew = Crew(
+                self.config,
+                wiring=self._wiring,
+                loop=self._loop,
+                captain=self,
+                reporter=self._report,
+                command=self._command,
+                environ=self._environ,
+                external=self._external,
+            )
             server = InstanceServer(claimed.lock, self._loop, self)
             try:
-                self._start_all()
+                self._loop.watch_signals(
+                    dict.fromkeys(TERMINAL_SIGNALS, self.drain)
+                    | {signal.SIGCHLD: self._crew.look_at_children}
+                )
+                self._crew.start()
+                self._beat()
+                self._feed_watchdog()
                 while not self._is_over:
                     self._loop.turn()
             finally:
-                self._end_children()
+                self._crew.end()
                 server.close()
                 self._wiring.close()
         finally:
             self._loop.close()
 
-    def _make_posts(self) -> list[Post]:
-        # Front ends first: they answer 503 with the progress while the workers load.
-        return [
-            Post(role, index, role in self._external, RestartPolicy(first_delay_s=delay))
-            for role, count, delay in (
-                (HTTP, self.config.num_http, 0.0),
-                (WORKER, self.config.num_workers, 1.0),
-            )
-            for index in range(count)
-        ]
+    def _beat(self) -> None:
+        self._wiring.board["heartbeat_ns"] = time.monotonic_ns()
+        self._loop.after(HEARTBEAT_S, self._beat)
 
-    def _start_all(self) -> None:
-        epoch = self._wiring.epoch
-        if not self._external:
-            self._wiring.reserve(epoch, self.config.num_http, self.config.num_workers)
-        for post in self._posts:
-            if not post.is_external:
-                self._fill(post, epoch)
-            else:
-                self._report.say(f"waiting for {post.role} {post.index} to join {self._url}")
-        self._tick()
-        self._check_health()
-        if self._notifier.watchdog_s:
-            self._feed_watchdog()
+    def _feed_watchdog(self) -> None:
+        """WATCHDOG=1 while nobody is stopped or hung: the service manager restarts what does not get well."""
+        if not self._notifier.watchdog_s:
+            return
+        if all(post.state not in ("stopped", "hung") for post in self._crew.posts):
+            self._notifier.send(WATCHDOG=1)
+        self._loop.after(self._notifier.watchdog_s, self._feed_watchdog)
 
-    # --- children
+    # --- what the crew tells
 
-    def _children(self) -> Iterator[Child]:
-        return (post.child for post in self._posts if post.child is not None)
-
-    def _fill(self, post: Post, epoch: int = 0) -> None:
-        """Start a child for `post`."""
-        epoch = epoch or self._wiring.next_epoch()
-        board = self._wiring.new_board(post.role, post.index, epoch)
-        try:
-            child = Child.spawn(
-                post.role, post.index, epoch, board, self._command, self._environ
-            )
-        except BaseException as error:
-            board.segment.unlink()
-            board.close()
-            if isinstance(error, OSError):
-                raise SupervisorError(f"cannot start {post.role} {post.index}: {error}") from None
-            raise
-        self._settle(post, child)
-
-    def join(self, role: str, index: int, link: ControlLink, pid: int) -> str:
-        """Take in a process that was started by hand; why not, or "". Called by the instance socket."""
-        post = next((p for p in self._posts if (p.role, p.index) == (role, index)), None)
-        if post is None:
-            return f"there is no {role} {index} in this instance"
-        if not post.is_external or post.child is not None:
-            return f"{role} {index} is taken (start the instance with --external {role})"
-        if self._state in ("draining", "stopping"):
-            return "the instance is ending"
-        epoch = self._wiring.next_epoch()
-        board = self._wiring.new_board(role, index, epoch)
-        self._settle(post, Child(role, index, epoch, board, link, None, pid))
-        return ""
-
-    def _settle(self, post: Post, child: Child) -> None:
-        others = list(self._children())
-        post.child, post.epoch, post.since = child, child.epoch, time.time()
-        self._loop.add(child.link, lambda: self._read(post, child))
-        self._wiring.welcome(child, others)
-        if child.role == HTTP:
-            for worker in self._posts:
-                if worker.role == WORKER:
-                    child.send(self._worker_message(worker))
-        self._set_state(post, "loading")
-        self._wiring.connect(child, others)
-
-    def _read(self, post: Post, child: Child) -> None:
-        for message in child.receive():
-            self._take(post, child, message)
-        if not child.is_link_open:
-            self._loop.remove(child.link)
-            if child.is_external:
-                self._bury(post, child)
-                return
-            # Its exit follows within a moment, or it closed the link and stays: then it is of no use.
-            self._loop.after(STOP_GRACE_S, lambda: self._kill_if(child, "it left its control link"))
-
-    def _take(self, post: Post, child: Child, message: Message) -> None:
-        kind = message["type"]
-        if kind == "loading":
-            post.phase = str(message.get("phase", ""))
-            post.fraction = float(message.get("fraction") or 0.0)
-            self._set_state(post, "loading", force=True)
-            if post.role == WORKER:
-                self._report_loading(f"{child.name}: {post.phase}", post.fraction)
-        elif kind == "ready":
-            child.is_ready = True
-            self._set_state(post, "ready")
-            self._look_if_ready(post, child)
-        elif kind == "failed":
-            child.failure = " ".join(str(message.get("error", "")).split()) or "it failed"
-            self._loop.after(STOP_GRACE_S, lambda: self._kill_if(child, child.failure))
-        elif kind == "drained":
-            child.has_drained = True
-            self._look_if_drained()
-        else:
-            child.kill(f"it sent an unknown control message {kind!r}")
-
-    def _kill_if(self, child: Child, reason: str) -> None:
-        if any(child is living for living in self._children()):
-            child.kill(reason)
-
-    def _look_at_children(self) -> None:
-        """SIGCHLD: somebody ended, was stopped, or was continued."""
-        for post in self._posts:
-            child = post.child
-            if child is None:
-                continue
-            if child.exit_reason() is not None:
-                self._bury(post, child)
-            elif child.poll_stopped():
-                self._judge(post, child)
-
-    def _bury(self, post: Post, child: Child) -> None:
-        """A child is gone: tell everybody, remove what was its own, and see to a successor."""
-        if child.is_link_open:
-            self._loop.remove(child.link)
-            for message in child.receive():  # its last words
-                self._take(post, child, message)
-        reason = child.exit_reason() or "gone"
-        post.child = None
-        self._set_state(post, "dead", reason)
-        self._wiring.disconnect(child, self._children())
+    def crew_changed(self) -> None:
         if self._state == "stopping":
-            self._is_over = not any(self._children())
+            self._is_over = not any(self._crew.children())
+        elif self._state == "draining":
+            if self._crew.has_drained():
+                self.stop()
+        elif self._crew.is_whole():
+            if not self._was_ready:
+                self._was_ready = True
+                self._say_ready()
+            self._set_state("ready", READY=1, STATUS=f"serving on {self._url}")
+        elif self._was_ready:
+            ill = next(post for post in self._crew.posts if post.state != "ready")
+            self._set_state("degraded", STATUS=f"{ill.role} {ill.index} is {ill.state}")
+
+    def crew_failed(self, error: str) -> None:
+        self._error = self._error or error
+        self.stop()
+
+    def crew_loading(self, text: str, fraction: float | None) -> None:
+        self._report(text, fraction)
+        if self._state == "starting":
+            done = "" if fraction is None else f" {100 * fraction:.0f} %"
+            self._notifier.send(STATUS=f"{text}{done}", EXTEND_TIMEOUT_USEC=_MORE_TIME_USEC)
+
+    def _set_state(self, state: str, **news: str | int) -> None:
+        if self._state != state:
+            self._state, self._since = state, time.time()
+            self._notifier.send(**news)
+
+    def _say_ready(self) -> None:
+        self._report.finish()
+        pids = ", ".join(f"{child.name} {child.pid}" for child in self._crew.children())
+        write_line(
+            sys.stdout,
+            f"shmserve: ready: {self._url} serves {self.config.model.served_name or 'a model'} "
+            f"(pids: supervisor {os.getpid()}, {pids})",
+        )
+
+    # --- what the operator says: signals, and the instance socket
+
+    def drain(self) -> None:
+        """No new requests; end when none is in flight, or at the drain timeout. A second call hurries, a third kills."""
+        if self._state == "stopping":
+            self._crew.kill()
             return
         if self._state == "draining":
-            self._report.say(f"{child.name} (pid {child.pid}) died: {reason}", is_warning=True)
-            self._look_if_drained()
+            self.stop()
             return
-        self._replace(post, child, reason)
+        self._set_state("draining", STOPPING=1, STATUS="draining")
+        self._wiring.board["draining"] = 1
+        in_flight = self._crew.num_in_flight()
+        self._report.say(f"draining, {in_flight} in flight" if in_flight else "stopping")
+        self._crew.drain()
+        self._loop.after(self.config.drain_timeout_s, self._end_drain)
+        self.crew_changed()
 
-    def _replace(self, post: Post, child: Child, reason: str) -> None:
-        if child.failure and not self._was_ready:
-            self._give_up(child.failure)
+    def _end_drain(self) -> None:
+        if self._state == "draining":
+            self.stop()
+
+    def stop(self) -> None:
+        """End now: what is in flight gets an error."""
+        if self._state == "stopping":
             return
-        delay = post.policy.died(time.monotonic())
-        died = f"{child.name} (pid {child.pid}) died: {reason}"
-        self._wiring.board[f"{post.role}_restarts"] = post.policy.num_deaths
-        if post.is_external:
-            self._report.say(f"{died}; waiting for another to join", is_warning=True)
-        elif delay is None:
-            self._give_up(f"{died}; that was the {RestartPolicy.MOST_DEATHS}th in 5 minutes")
-        else:
-            self._report.say(f"{died}; the next one starts in {delay:g} s", is_warning=True)
-            self._loop.after(delay, lambda: self._refill(post))
-        self._look_if_ready(post, child)
+        cut = self._crew.num_in_flight()
+        if cut:
+            self._report.say(f"{cut} requests in flight are cut", is_warning=True)
+        self._set_state("stopping", STOPPING=1, STATUS="stopping")
+        self._crew.stop()
+        self._loop.after(2 * STOP_GRACE_S, self._leave)
+        self.crew_changed()
 
-    def _refill(self, post: Post) -> None:
-        if post.child is None and self._state not in ("draining", "stopping"):
-            self._fill(post)
+    def _leave(self) -> None:
+        self._is_over = True  # `Crew.end` names who could not be killed
 
-    # --- states
+    def join(self, role: str, index: int, link: ControlLink, pid: int) -> str:
+        return self._crew.join(role, index, link, pid)
 
-    def _set_state(self, post: Post, state: str, reason: str = "", force: bool = False) -> None:
-        if (post.state, post.reason) == (state, reason) and not force:
-            return
-        post.state, post.reason = state, reason
-        if post.role == WORKER:
-            for child in self._children():
-                if child.role == HTTP:
-                    child.send(self._worker_message(post))
+    def status(self) -> Message:
+        """Everything that `shmserve status` shows; `since` is seconds since 1970."""
+        return {
+            "type": "status",
+            "instance": self.config.instance_name,
+            "pid": os.getpid(),
+            "state": self._state,
+            "since": self._since,
+            "url": self._url,
+            "model": self.config.model.served_name,
+            "in_flight": self._crew.num_in_flight(),
+            "children": [post.status(time.monotonic_ns()) for post in self._crew.posts],
+            "channels": self._wiring.channels(),
+        }
+
+
+def _raise_descriptor_limit() -> None:
+    """A connection is a descriptor: the soft limit of 1,024 is for select(), which nobody here uses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -134,6 +134,7 @@ FINISH_DTYPE: Final = _token_dtype(
 )  # fmt: skip
 
 _TOKEN_HEAD = struct.Struct("<QQIBBBBQ")  # the common 32 bytes
+_TIME_INDEX = struct.Struct("<QI")  # time_ns and index, at 8
 _FINISH = struct.Struct("<QQIBBBBQIIIIiiQQQQQ")
 
 
@@ -265,18 +266,22 @@ def fold_tokens(pending: bytearray, arriving: memoryview) -> bool:
     have, more = pending[21], arriving[21]
     if have + more > TOKENS_PER_SLOT or pending[22] or pending[23]:
         return False
-    a = np.frombuffer(pending, TOKENS_DTYPE)[0]
-    b = np.frombuffer(arriving, TOKENS_DTYPE)[0]
-    if int(a["index"]) + have != int(b["index"]):
+    begin_ns, index = _TIME_INDEX.unpack_from(pending, 8)
+    then_ns, then_index = _TIME_INDEX.unpack_from(arriving, 8)
+    if index + have != then_index:
         return False
-    after_us = (int(b["time_ns"]) - int(a["time_ns"])) // 1000
-    last_us = after_us + (int(b["dt_us"][1:more].max()) if more > 1 else 0)
-    if after_us < 0 or last_us > 0xFFFF_FFFF:
+    after_us = (then_ns - begin_ns) // 1000
+    # Bytes, not numpy: 3 us instead of 25, and a full ring folds a whole batch every step.
+    times = [after_us]
+    if more > 1:
+        times += [after_us + dt for dt in struct.unpack_from(f"<{more - 1}I", arriving, 68)]
+    if after_us < 0 or max(times) > 0xFFFF_FFFF:
         return False
-    a["token_ids"][have : have + more] = b["token_ids"][:more]
-    a["logprobs"][have : have + more] = b["logprobs"][:more]
-    a["dt_us"][have] = after_us
-    a["dt_us"][have + 1 : have + more] = b["dt_us"][1:more] + np.uint32(after_us)
+    for column in (32, 96):
+        pending[column + 4 * have : column + 4 * (have + more)] = arriving[
+            column : column + 4 * more
+        ]
+    struct.pack_into(f"<{more}I", pending, 64 + 4 * have, *times)
     pending[21] = have + more
     pending[22:24] = arriving[22:24]
     return True

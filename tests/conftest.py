@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.models import DEFAULT_MODEL, PreparedModel, prepare
+from shmserve.token_bytes import byte_of_character
 
 TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
 
@@ -73,3 +74,35 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def toy_metadata() -> Callable[..., dict[str, object]]:
+    """Metadata of a servable toy GGUF: `toy_metadata("key to drop", ..., pre="qwen2", ...)`.
+
+    Keywords are keys under `tokenizer.ggml.`. 262 byte-level tokens; ids 0 and 1 are special.
+    """
+    words = ["<|end|>", "<|start|>", *sorted(byte_of_character()), "he", "ll", "hell", "hello"]
+    everything: dict[str, object] = {
+        "general.architecture": "llama",
+        "llama.context_length": 64,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.token_type": [3, 3] + [1] * (len(words) - 2),
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll", "hell o"],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eot_token_id": 1,
+    }
+
+    def metadata(*dropped: str, **changes: object) -> dict[str, object]:
+        kept = {key: value for key, value in everything.items() if key not in dropped}
+        return kept | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+    return metadata
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    """A cache directory of the test's own, not there yet."""
+    return tmp_path / "cache"

@@ -56,6 +56,15 @@ def process_cpu_ns(pid: int) -> int:
     return total
 
 
+def command_line(pid: int) -> str:
+    """The arguments of a live process, joined by blanks; empty once it has ended."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
 def children_of(pid: int) -> dict[int, str]:
     """Every live descendant of a process, with its command line (arguments joined by blanks)."""
     parents: dict[int, int] = {}
@@ -71,12 +80,7 @@ def children_of(pid: int) -> dict[int, str]:
     wave = {pid}
     while wave:
         wave = {child for child, parent in parents.items() if parent in wave}
-        for child in wave:
-            try:
-                raw = Path(f"/proc/{child}/cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            found[child] = raw.replace(b"\0", b" ").decode(errors="replace").strip()
+        found |= {child: cmdline for child in wave if (cmdline := command_line(child))}
     return found
 
 

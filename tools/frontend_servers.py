@@ -5,6 +5,7 @@ Owns: starting them, finding and pinning the measured process, stopping them. Ne
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -13,14 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bench_common import ROOT, children_of, pin, stop_process, wait_for
+from bench_common import ROOT, children_of, command_line, pin, stop_process, wait_for
 from frontend_run import EmissionLog
 
 HERE = Path(__file__).resolve().parent
+STOP_GRACE_S = 15.0
+ORPHAN_GRACE_S = 2.0
 PROMPT = "Write a long story about the sea."
 
 
@@ -29,6 +33,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def still_running(tree: dict[int, str], grace_s: float) -> list[int]:
+    """Those of these processes that run on after the grace, with the command line they had: a pid may be another's by now."""
+    deadline = time.monotonic() + grace_s
+    while True:
+        left = [pid for pid, cmdline in tree.items() if command_line(pid) == cmdline]
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(0.02)
 
 
 class Server:
@@ -94,17 +108,13 @@ class Server:
         """SIGTERM and a grace; what is left of its tree after that is killed."""
         assert self._process is not None, "not started"
         tree = children_of(self._process.pid)
-        stop_process(self._process, 15)
-        for pid, cmdline in tree.items():
-            try:
-                if (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                    == cmdline
-                ):
-                    print(f"{self.name} left pid {pid} behind ({cmdline}): killed", file=sys.stderr)
-                    os.kill(pid, signal.SIGKILL)
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # gone, as it should be
+        stop_process(self._process, STOP_GRACE_S)
+        left = still_running(tree, ORPHAN_GRACE_S)
+        for pid in left:
+            print(f"{self.name} left pid {pid} behind ({tree[pid]}): killed", file=sys.stderr)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+                os.kill(pid, signal.SIGKILL)
+        still_running({pid: tree[pid] for pid in left}, ORPHAN_GRACE_S)
 
     def __exit__(
         self,

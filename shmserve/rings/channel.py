@@ -160,8 +160,8 @@ class Channel:
         try:
             second = Ring.create(tokens_name, tokens, epoch)
         except BaseException:
-            first.close()
             first.segment.unlink()
+            first.close()
             raise
         return cls(http, worker, epoch, first, second)
 

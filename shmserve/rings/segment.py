@@ -65,6 +65,7 @@ class Segment:
         self.name = name
         self.fd = fd
         self.mapping = mapping
+        self._file = os.fstat(fd)  # which file it is, for after `close` too
         self._views: list[memoryview] = []
         self._private_fds: list[int] = []
 
@@ -169,7 +170,7 @@ class Segment:
             there = os.stat(SHM_DIR + self.name)
         except FileNotFoundError:
             return
-        if os.path.samestat(there, os.fstat(self.fd)):
+        if os.path.samestat(there, self._file):
             unlink(self.name)
 
 

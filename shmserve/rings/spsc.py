@@ -78,12 +78,14 @@ class Producer:
     def try_write(self, records: memoryview | bytes, num_slots: int) -> bool:
         """Write `num_slots` whole slots from `records` and signal once; False, and nothing is written, if they do not fit.
 
-        `records` is a contiguous buffer of num_slots * slot_size bytes. Does not wait.
+        `records` is a contiguous buffer of num_slots * slot_size bytes. Does not wait. Nothing to write is no publish.
         """
+        if not num_slots:
+            return True
         if self.free(num_slots) < num_slots:
             return False
         size = self.slot_size
-        assert len(records) == num_slots * size > 0, (len(records), num_slots, size)
+        assert len(records) == num_slots * size, (len(records), num_slots, size)
         words = self._words
         cursor = self._write_cursor
         after = cursor + num_slots

@@ -157,7 +157,8 @@ def _draw_from_head(logits: Tensor, rows: I4, state: SamplingState) -> tuple[I4,
         totals[index] = np.exp((row - row.max()) / np.float32(temperature[index])).sum(
             dtype=np.float64
         )
-        is_settled[index] = before[index, num_sure[index]] >= top_p[index] * totals[index]
+        needed = top_p[index] * totals[index]
+        is_settled[index] = num_sure[index] > 0 and before[index, num_sure[index]] >= needed
     nucleus = np.maximum((before < (top_p * totals)[:, None]).sum(1), 1)
     counts = np.where(top_p < 1, np.minimum(counts, nucleus), counts)
 

@@ -20,7 +20,6 @@ import numpy as np
 from shmserve.rings import layout as L
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, Ring, RingShape
-from shmserve.rings.policy import Coalescing, Dropping
 from shmserve.rings.segment import Segment, SegmentError
 
 
@@ -82,7 +81,7 @@ def own(*segments: str) -> None:
 
 
 def own_channel(instance: str, epoch: str) -> None:
-    """Create a channel and a board and live as their supervisor."""
+    """Create a channel and live as its supervisor."""
     channel = Channel.create(instance, int(epoch), 0, 0, RingShape(64, 4), RingShape(8, 8))
     say(channel.names(instance, int(epoch), 0, 0))
     stay()
@@ -99,11 +98,6 @@ def write_readonly(name: str, how: str) -> None:
     elif how == "write":
         try:
             os.pwrite(segment.fd, b"x", 0)
-        except OSError as error:
-            say(errno.errorcode[error.errno])
-    elif how == "claim":
-        try:
-            segment.claim(L.LOCK_PRODUCER)
         except OSError as error:
             say(errno.errorcode[error.errno])
     else:
@@ -138,19 +132,6 @@ def small_shm(instance: str, num_bytes: str) -> None:
         assert producer.try_write(bytes([n]) * 128, 1)
     say({"written": producer.write_cursor, "depth": ring.consumer().poll()})
     ring.segment.unlink()
-
-
-def produce(name: str, fds: str, policy: str) -> None:
-    """Offer numbers one by one under a policy until nothing fits; say how many, then stay."""
-    ring = ring_of(name, fds)
-    writer = {"coalesce": Coalescing, "drop": Dropping}[policy](ring.producer())
-    offered = 0
-    dropped: list[int] = []
-    while not dropped and writer.pending_slots < 5:
-        dropped = writer.write(memoryview(batch(offered, 1)), [offered])
-        offered += 1
-    say({"offered": offered, "pending": writer.pending_slots, "dropped": dropped})
-    stay()
 
 
 def produce_and_stop_between(name: str, fds: str, whole: str, torn: str) -> None:
@@ -209,7 +190,6 @@ def join_channel(instance: str, epoch: str, sock_fd: str) -> None:
     """Receive a channel over a socket, be its front end: submit two requests, read tokens until 5 came."""
     with socket.socket(fileno=int(sock_fd)) as sock:
         _, fds, _, _ = socket.recv_fds(sock, 1, 6)
-        say([os.get_inheritable(fd) for fd in fds])
         channel = Channel.from_fds(instance, int(epoch), 0, 0, fds)
         submit, tokens = channel.submit.producer(), channel.tokens.consumer()
         assert submit.try_write(bytes([1]) * 64 + bytes([2]) * 64, 2)

@@ -68,9 +68,7 @@ class BareRing:
         while left:
             view = self.consumer.view(left)
             num = len(view) // self.slot_size
-            out += [
-                bytes(view[i * self.slot_size : (i + 1) * self.slot_size]) for i in range(num)
-            ]
+            out += [bytes(view[i * self.slot_size : (i + 1) * self.slot_size]) for i in range(num)]
             self.consumer.release(num)
             left -= num
         return out

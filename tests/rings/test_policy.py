@@ -120,16 +120,6 @@ def test_writing_nothing_publishes_nothing(ring, policy):
 
 
 @pytest.mark.parametrize("policy", [Coalescing, Dropping])
-def test_kept_units_go_out_behind_the_records_in_the_same_publish(ring, policy):
-    writer = policy(ring.producer)
-    assert writer.write(memoryview(note(1, 0)), [1], [(1, note(1, 1) + note(1, 2))]) == []
-    assert ring.words[L.W_PUBLISHES] == 1
-    assert marks(ring.read()) == [(1, 0), (1, 1), (1, 2)]
-    assert writer.write(memoryview(b""), [], [(2, note(2, 0))]) == []
-    assert marks(ring.read()) == [(2, 0)]
-
-
-@pytest.mark.parametrize("policy", [Coalescing, Dropping])
 def test_unit_larger_than_the_ring_is_a_mistake_of_the_caller(ring, policy):
     with pytest.raises(AssertionError):
         policy(ring.producer).keep(1, note(1, 0) * 5)
@@ -296,7 +286,9 @@ def test_only_records_that_waited_are_stamped_and_at_the_moment_they_are_written
 
 def test_is_starved_exactly_while_something_waits(coalescing, ring):
     fill(coalescing)
-    assert not coalescing.is_starved  # full, but nobody waits: the credit descriptor stays unwatched
+    assert (
+        not coalescing.is_starved
+    )  # full, but nobody waits: the credit descriptor stays unwatched
     write(coalescing, (1, 0))
     assert coalescing.is_starved
     ring.read()
@@ -407,20 +399,6 @@ def test_kept_unit_is_never_dropped(dropping, ring):
         got += marks(ring.read())
     assert got[4:] == [(key, i) for key in range(20) for i in (0, 1)]
     assert ring.words[L.W_DROPPED] == 20
-
-
-def test_kept_end_of_a_key_that_is_dropped_by_the_same_call_is_left_to_the_caller(dropping, ring):
-    """A FINISH that says "stop" behind a lost token would be a text with a hole at its end."""
-    write(dropping, (90, 0), (91, 0), (92, 0))
-    records = memoryview(note(1, 0) + note(2, 0))
-    assert dropping.write(records, [1, 2], [(1, note(1, 1)), (2, note(2, 1))]) == [2]
-    assert dropping.pending_keys == [1]
-    ring.read()
-    dropping.keep(2, note(2, 9))  # the caller's own end
-    dropping.flush()
-    got = marks(ring.read())
-    assert [mark for mark in got if mark[0] == 2] == [(2, 9)]
-    assert [mark for mark in got if mark[0] == 1] == [(1, 1)]
 
 
 def test_record_of_a_key_whose_end_waits_is_dropped_not_written_past_it(dropping, ring):
@@ -548,7 +526,7 @@ def test_offered_is_written_and_pending_and_coalesced_and_dropped(
     random_ = random.Random(seed)
     ring = bare_ring(8, NOTE.itemsize)
     if policy == "block":
-        waits = Credits(ring, monkeypatch, per_wait=random_.choice([0, 1, 5]))
+        waits = Credits(ring, monkeypatch, per_wait=random_.choice([0, 1]))
         writer = Blocking(
             ring.producer,
             wait_credits=waits.wait,
@@ -563,10 +541,10 @@ def test_offered_is_written_and_pending_and_coalesced_and_dropped(
         writer = of_name[policy](ring.producer, weigh=weigh_notes, **fold)
         got = []
     fresh = itertools.count(10)
-    live = {key: 0 for key in range(6)}
+    live = dict.fromkeys(range(6), 0)
     offered_slots, offered_marks, ended = 0, [], {}
     for _ in range(200):
-        keys = random_.choices(list(live), k=random_.randint(0, 6))
+        keys = random_.choices(list(live), k=random_.randint(0, 9))
         notes = []
         for key in keys:
             notes.append((key, live[key]))

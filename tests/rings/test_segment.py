@@ -72,7 +72,9 @@ def test_descriptors_do_not_leak_into_programs_that_are_started(made):
     assert segment.claim(L.LOCK_PRODUCER)
     file = os.fstat(segment.fd)
     links = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
-    ours = [int(link.name) for link in links if link.exists() and os.path.samestat(link.stat(), file)]
+    ours = [
+        int(link.name) for link in links if link.exists() and os.path.samestat(link.stat(), file)
+    ]
     assert len(ours) == 3  # the segment's own, the mapping's, the private one of the claim
     assert not any(os.get_inheritable(fd) for fd in ours)
 
@@ -320,7 +322,7 @@ def test_shm_that_fills_up_during_creation_leaves_nothing(instance, monkeypatch)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     num_before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(SegmentError, match="8192 bytes needed, [0-9]+ free") as caught:
+    with pytest.raises(SegmentError, match=r"8192 bytes needed, \d+ free") as caught:
         Segment.create(f"/shmserve.{instance}.1.0-0.tokens", 8192)
     assert caught.value.errno == errno.ENOSPC
     assert names(f"shmserve.{instance}") == []
@@ -343,9 +345,9 @@ def test_full_shm_is_a_clear_refusal_and_never_a_bus_error(request, instance):
         pytest.skip("mount namespaces are not allowed here")
     actors = request.path.with_name("actors.py")
     script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    actor = [sys.executable, str(actors), "small_shm", instance, str(64 * 1024)]
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, str(actors)]
-        + ["small_shm", instance, str(64 * 1024)],
+        ["unshare", "-m", "sh", "-c", script, "sh", *actor],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

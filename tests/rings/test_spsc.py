@@ -169,11 +169,18 @@ def test_batch_larger_than_the_ring_is_refused_even_when_the_ring_is_empty(bare_
 def test_batch_of_the_wrong_length_changes_nothing(bare_ring):
     ring = bare_ring(4)
     before = bytes(ring.memory)
-    for records, num_slots in ((b"", 0), (bytes(7), 1), (bytes(16), 1), (bytes(8), 2)):
+    for records, num_slots in ((b"", 1), (bytes(7), 1), (bytes(16), 1), (bytes(8), 2)):
         with pytest.raises(AssertionError):
             ring.producer.try_write(records, num_slots)
     assert bytes(ring.memory) == before
     assert ring.data.value == 0
+
+
+def test_writing_nothing_is_no_publish(bare_ring):
+    ring = bare_ring(4)
+    before = bytes(ring.memory)
+    assert ring.producer.try_write(b"", 0)
+    assert bytes(ring.memory) == before
 
 
 def test_credits_are_read_only_when_the_known_free_slots_do_not_suffice(bare_ring):

@@ -1,16 +1,18 @@
 """The measuring chain of bench_frontend.py: client, floor server, logs and their arithmetic."""
 
 import json
+import os
 import socket
+import sys
 import threading
 from pathlib import Path
 
 import pytest
-from bench_common import compile_c
+from bench_common import command_line, compile_c
 from bench_floor import DEFAULT_FRAME
 from bench_frontend import Settings, bars_of, measure_pair
 from frontend_run import EmissionLog, Stream, StreamRun, Window, run_client, tokens_per_s
-from frontend_servers import FloorServer
+from frontend_servers import FloorServer, OurServer
 
 CORE = 0
 
@@ -139,6 +141,45 @@ def test_floor_gives_each_stream_every_token_as_its_own_frame_with_its_time(
     assert run.window is not None
     assert 0 < run.window.num_frames < 5 * 48
     assert run.window.server_cpu_ns > 0
+
+
+class FakeServer(OurServer):
+    extra: tuple[str, ...] = ()
+
+    def command(self):
+        fake = str(Path(__file__).parent / "fake_server.py")
+        return [sys.executable, fake, str(self.port), *self.extra]
+
+
+@pytest.mark.parametrize("extra", [(), ("--orphan",)])
+def test_front_end_is_found_pinned_probed_and_never_left_behind(tmp_path, capfd, extra):
+    core = min(os.sched_getaffinity(0))
+    server = FakeServer(tmp_path, 4, 16, 4.48, core, False, ())
+    server.extra = extra
+    with server:
+        pid = server.measured_pid
+        assert "-m shmserve.http" in command_line(pid)
+        assert os.sched_getaffinity(pid) == {core}
+        assert json.loads(server.body_file.read_text())["model"] == "fake-model"
+        assert b'"content":" bb"' in server.probe_frame()  # of " a", " bb", " longer" the median
+    assert command_line(pid) == ""
+    assert ("left pid" in capfd.readouterr().err) == bool(extra)
+
+
+def test_server_that_ends_at_its_start_is_an_error_with_its_words(tmp_path):
+    server = FakeServer(tmp_path, 4, 16, 4.48, 0, False, ())
+    server.extra = ("shmserve.http",)
+    server.port = -1
+    with pytest.raises(SystemExit, match=r"ended with 1:\n(.|\n)*port"):
+        server.__enter__()
+
+
+def test_command_names_what_the_bench_needs_of_the_server(tmp_path):
+    words = OurServer(tmp_path, 384, 256, 4.48, 0, True, ("--x",)).command()
+    assert words[1:6] == ["-m", "shmserve", "start", "--runner", "simulated"]
+    for flag in ("--step-ms", "--max-num-seqs", "--port", "--emission-log", "--uds"):
+        assert flag in words
+    assert words[-1] == "--x"
 
 
 def test_a_server_paired_with_itself_holds_frames_and_rate(program, tmp_path):

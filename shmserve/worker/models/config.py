@@ -178,6 +178,7 @@ def config_from_hf(path: Path) -> DecoderConfig:
     if not isinstance(rope, dict):
         raise fields.error(f"the rotary parameters are {rope!r}, expected an object")
     rope_fields = _Fields(path, {"rope_theta": values.get("rope_theta"), **rope})
+    head_dim = 128 if architecture == "qwen3" else _head_dim(fields, hidden_size, num_heads)
     has_bias = bool(values.get("attention_bias", False))
     return _checked(
         fields,
@@ -190,7 +191,7 @@ def config_from_hf(path: Path) -> DecoderConfig:
             ffn_size=fields.count("intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=fields.count("num_key_value_heads", num_heads),
-            head_dim=fields.count("head_dim", _head_dim(fields, hidden_size, num_heads)),
+            head_dim=fields.count("head_dim", head_dim),
             norm_eps=fields.positive("rms_norm_eps"),
             rope_theta=rope_fields.positive("rope_theta", 10000.0),
             rope_scaling=_hf_rope_scaling(rope_fields),
@@ -243,18 +244,18 @@ def _hf_windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[in
     """Mistral windows every layer; Qwen only if `use_sliding_window`, from `max_window_layers` on; `layer_types` overrule."""
     is_qwen = architecture.startswith("qwen")
     has_window = architecture == "mistral" or (is_qwen and fields.get("use_sliding_window"))
-    if not has_window or fields.get("sliding_window") is None:
+    # null means no window; a file that does not mention it relies on the default of these architectures
+    if not has_window or fields.values.get("sliding_window", 4096) is None:
         return (None,) * num_layers
-    window = fields.count("sliding_window")
+    window = fields.count("sliding_window", 4096)
     kinds = fields.get("layer_types")
     if kinds is None:
         first = int(fields.number("max_window_layers", 28)) if is_qwen else 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
     by_kind: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
-    if len(kinds) != num_layers or not set(kinds) <= by_kind.keys():
-        raise fields.error(
-            f"layer_types are {sorted(set(kinds))}, {len(kinds)} of {num_layers} layers"
-        )
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= by_kind.keys():
+        known = " or ".join(by_kind)
+        raise fields.error(f"layer_types must say {known} for each of the {num_layers} layers")
     return tuple(by_kind[kind] for kind in kinds)
 
 

@@ -1,0 +1,295 @@
+"""The children as a crew: every post filled, every death heard, told on, and made good.
+
+Owns: the posts, who stands at each, what the front ends were told of the workers. Never: decides when the instance drains
+or ends (`supervisor.py` does); it tells its captain that something changed. Supervisor only.
+
+    death of a worker       front ends hear state "dead" and close_channel at once; a new worker after 1, 2, 4 .. 30 s
+    death of a front end    workers hear close_channel; a new one at once, on the same sockets
+    "failed" before the instance was ever ready, or the fifth death in five minutes: the instance gives up
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from shmserve.children import HTTP, WORKER, Child, Command
+from shmserve.config import Config
+from shmserve.control import ControlLink, Message
+from shmserve.health import RestartPolicy, examine
+from shmserve.loop import Loop
+from shmserve.posts import Captain, Post
+from shmserve.progress import Reporter
+from shmserve.wiring import Wiring
+
+HEALTH_CHECK_S: Final = 1.0
+STOP_GRACE_S: Final = 5.0
+LOADING_STOP_GRACE_S: Final = 1.0  # a child that still loads has nothing to finish
+_OVERSLEPT_NS: Final = 3_000_000_000
+
+
+class SupervisorError(RuntimeError):
+    """The instance cannot go on; the text is one line for the operator."""
+
+
+class Crew:
+    """All posts of one instance. `is_leaving` once set, nobody who dies is replaced."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        wiring: Wiring,
+        loop: Loop,
+        captain: Captain,
+        reporter: Reporter,
+        command: Command,
+        environ: Mapping[str, str],
+        external: frozenset[str],
+    ) -> None:
+        self._config = config
+        self._wiring = wiring
+        self._loop = loop
+        self._captain = captain
+        self._report = reporter
+        self._command = command
+        self._environ = environ
+        self._was_whole = False
+        self._last_check_ns = time.monotonic_ns()
+        self.is_leaving = False
+        # Front ends first: they answer 503 with the progress while the workers load.
+        self.posts = [
+            Post(role, index, role in external, RestartPolicy(first_delay_s))
+            for role, count, first_delay_s in (
+                (HTTP, config.num_http, 0.0),
+                (WORKER, config.num_workers, 1.0),
+            )
+            for index in range(count)
+        ]
+
+    def start(self) -> None:
+        """Fill every post that is not external. Raises SegmentError before anything is started if there is no room."""
+        epoch = self._wiring.epoch
+        self._wiring.reserve(epoch, self._config.num_http, self._config.num_workers)
+        for post in self.posts:
+            if post.is_external:
+                self._report.say(f"{post.role} {post.index}: waiting for it to join")
+            else:
+                self._fill(post, epoch)
+        self._check_health()
+
+    def children(self) -> Iterator[Child]:
+        return (post.child for post in self.posts if post.child is not None)
+
+    def is_whole(self) -> bool:
+        """True while every post is served by a child that is ready, and neither stopped nor hung."""
+        return all(post.state == "ready" for post in self.posts)
+
+    # --- coming
+
+    def _fill(self, post: Post, epoch: int) -> None:
+        board = self._wiring.new_board(post.role, post.index, epoch)
+        try:
+            child = Child.spawn(post.role, post.index, epoch, board, self._command, self._environ)
+        except BaseException as error:
+            board.segment.unlink()
+            board.close()
+            if isinstance(error, OSError):
+                raise SupervisorError(f"cannot start {post.role} {post.index}: {error}") from None
+            raise
+        self._settle(post, child)
+
+    def join(self, role: str, index: int, link: ControlLink, pid: int) -> str:
+        """Take in a process that was started by hand; why not, or ""."""
+        post = next((p for p in self.posts if (p.role, p.index) == (role, index)), None)
+        if post is None:
+            return f"there is no {role} {index} in this instance"
+        if not post.is_external or post.child is not None:
+            return f"{role} {index} is taken (a start with --external {role} leaves it free)"
+        if self.is_leaving:
+            return "the instance is ending"
+        epoch = self._wiring.next_epoch()
+        board = self._wiring.new_board(role, index, epoch)
+        self._settle(post, Child(role, index, epoch, board, link, None, pid))
+        self._report.say(f"{role} {index} joined (pid {pid})")
+        return ""
+
+    def _settle(self, post: Post, child: Child) -> None:
+        others = list(self.children())
+        post.child = child
+        self._loop.add(child.link, lambda: self._read(post, child))
+        self._wiring.welcome(child, others)
+        if child.role == HTTP:
+            for worker in self.posts:
+                if worker.role == WORKER:
+                    child.send(worker.worker_message())
+        post.phase, post.fraction = "starting", 0.0
+        self._set_state(post, "loading")
+        self._wiring.connect(child, others)
+
+    # --- what they say
+
+    def _read(self, post: Post, child: Child) -> None:
+        for message in child.receive():
+            self._hear(post, child, message)
+        if child.is_link_open:
+            return
+        self._loop.remove(child.link)
+        if child.is_external:
+            self._bury(post, child)
+        else:  # its exit status follows within a moment, or it stays without a link: of no use
+            self._loop.after(STOP_GRACE_S, lambda: child.kill("it left its control link"))
+
+    def _hear(self, post: Post, child: Child, message: Message) -> None:
+        kind = message["type"]
+        if kind == "loading":
+            post.phase = str(message.get("phase", ""))
+            post.fraction = float(message.get("fraction") or 0.0)
+            self._set_state(post, "loading")
+            if post.role == WORKER:
+                self._captain.crew_loading(f"{child.name}: {post.phase}", post.fraction)
+        elif kind == "ready":
+            child.is_ready = True
+            post.info = message.get("info") or {}
+            self._set_state(post, "ready")
+            if self._was_whole:
+                self._report.say(f"{child.name} is ready (pid {child.pid})")
+            self._was_whole = self._was_whole or self.is_whole()
+        elif kind == "failed":
+            child.failure = " ".join(str(message.get("error", "")).split()) or "it failed"
+            self._loop.after(STOP_GRACE_S, child.kill)
+        elif kind == "drained":
+            child.has_drained = True
+            self._captain.crew_changed()
+        else:
+            child.kill(f"it sent an unknown control message {kind!r}")
+
+    def look_at_children(self) -> None:
+        """SIGCHLD: somebody ended, was stopped, or was continued."""
+        for post in self.posts:
+            child = post.child
+            if child is None:
+                continue
+            if child.exit_reason() is not None:
+                self._bury(post, child)
+            elif child.poll_stopped():
+                self._judge(post, child)
+
+    # --- health
+
+    def _check_health(self) -> None:
+        now = time.monotonic_ns()
+        if now - self._last_check_ns > _OVERSLEPT_NS:
+            # This process was stopped itself, perhaps with all the others (Ctrl-Z): their ages mean nothing.
+            for child in self.children():
+                child.grace_ns = now
+        self._last_check_ns = now
+        for post in self.posts:
+            if post.child is not None:
+                self._judge(post, post.child)
+        self._loop.after(HEALTH_CHECK_S, self._check_health)
+
+    def _judge(self, post: Post, child: Child) -> None:
+        verdict = examine(child.vitals(), time.monotonic_ns(), self._config.hang_timeout_s)
+        if verdict.must_end:
+            child.kill(verdict.reason)
+        if verdict.state == "ok":
+            if post.state in ("stopped", "hung"):
+                self._report.say(f"{child.name} (pid {child.pid}) goes on", is_warning=True)
+            self._set_state(post, "ready" if child.is_ready else "loading")
+            return
+        if post.state != verdict.state:
+            self._report.say(
+                f"{child.name} (pid {child.pid}) is {verdict.state}: {verdict.reason}",
+                is_warning=True,
+            )
+        self._set_state(post, verdict.state, verdict.reason)
+
+    def _set_state(self, post: Post, state: str, reason: str = "") -> None:
+        """Note the state and tell the front ends, if it or how far it loads is news."""
+        is_news = (post.state, post.reason) != (state, reason)
+        if post.state != state:
+            post.since = time.time()
+        post.state, post.reason = state, reason
+        if post.role == WORKER and (is_news or state == "loading"):
+            for child in self.children():
+                if child.role == HTTP:
+                    child.send(post.worker_message())
+        if is_news:
+            self._captain.crew_changed()
+
+    # --- going
+
+    def _bury(self, post: Post, child: Child) -> None:
+        if child.is_link_open:
+            self._loop.remove(child.link)
+            for message in child.receive():  # its last words
+                self._hear(post, child, message)
+        reason = child.exit_reason() or "gone"
+        post.child = None
+        if not self.is_leaving:
+            self._replace(post, child, reason)
+        self._set_state(post, "dead", reason)
+        self._wiring.disconnect(child, self.children())
+        self._captain.crew_changed()
+
+    def _replace(self, post: Post, child: Child, reason: str) -> None:
+        delay = post.restarts.died(time.monotonic())
+        self._wiring.board[f"{post.role}_restarts"] = post.restarts.num_deaths
+        died = f"{child.name} (pid {child.pid}) died: {reason}"
+        if child.failure and not self._was_whole:
+            self._captain.crew_failed(child.failure)
+        elif post.is_external:
+            self._report.say(f"{died}; waiting for another to join", is_warning=True)
+        elif delay is None:
+            self._captain.crew_failed(f"{died}; that was the fifth death in five minutes")
+        else:
+            self._report.say(f"{died}; the next one starts in {delay:g} s", is_warning=True)
+            self._loop.after(delay, lambda: self._refill(post))
+
+    def _refill(self, post: Post) -> None:
+        if post.child is None and not self.is_leaving:
+            self._fill(post, self._wiring.next_epoch())
+
+    def drain(self) -> None:
+        """Ask the front ends to finish what is in flight. `has_drained` says when."""
+        self.is_leaving = True
+        for child in self.children():
+            if child.role == HTTP:
+                child.send({"type": "drain"})
+
+    def has_drained(self) -> bool:
+        """True when no front end that ever was ready has a request in flight."""
+        return all(
+            child.has_drained or not child.is_ready
+            for child in self.children()
+            if child.role == HTTP
+        )
+
+    def num_in_flight(self) -> int:
+        return sum(child.board["in_flight"] for child in self.children() if child.role == HTTP)
+
+    def stop(self) -> None:
+        """Ask everybody to end now; SIGKILL for who has not after the grace."""
+        self.is_leaving = True
+        for child in self.children():
+            child.send({"type": "stop"})
+            grace = STOP_GRACE_S if child.is_ready else LOADING_STOP_GRACE_S
+            self._loop.after(grace, child.kill)
+
+    def kill(self) -> None:
+        for child in self.children():
+            child.kill()
+
+    def end(self) -> None:
+        """End and reap everybody, whatever happened before. The last tidying up."""
+        self.is_leaving = True
+        self.kill()
+        for post in self.posts:
+            child, post.child = post.child, None
+            if child is None:
+                continue
+            if not child.wait(STOP_GRACE_S):
+                self._report.say(f"{child.name} (pid {child.pid}) cannot be killed", True)
+            self._wiring.disconnect(child, ())

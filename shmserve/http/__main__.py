@@ -1,0 +1,215 @@
+"""The front end process: `python -m shmserve.http --control fd:N|unix:PATH`.
+
+Speaks HTTP on the sockets that the supervisor bound, and rings to the workers. Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from shmserve import child
+from shmserve.boards import HEARTBEAT_S, Phase
+from shmserve.http import app
+from shmserve.http.admission import Admission
+from shmserve.http.client import WorkerClient
+from shmserve.http.front_end import FrontEnd
+from shmserve.http.health import Boards
+from shmserve.http.template import ChatTemplate
+from shmserve.http.tokenizer import Tokenizer
+from shmserve.models import PreparedModel
+from shmserve.rings.channel import Channel
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+
+
+class HttpProcess:
+    """One front end from its welcome to its end."""
+
+    def __init__(self, joined: child.Joined) -> None:
+        config = joined.config
+        self.joined = joined
+        self.board = joined.board
+        self.boards = Boards()
+        self.client = WorkerClient(joined.index, config.rings, joined.board)
+        for worker in range(config.num_workers):
+            self.client.link(worker)
+        model = PreparedModel.load(Path(config.model.folder))
+        tokenizer = Tokenizer(model, config.http.tokenizer_threads)
+        source = model.chat_template
+        if config.model.chat_template:
+            source = Path(config.model.chat_template).read_text()
+        self.front = FrontEnd(
+            config=config,
+            model=model,
+            served_name=config.model.served_name or model.name,
+            tokenizer=tokenizer,
+            template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
+            client=self.client,
+            admission=Admission(
+                self.client,
+                config.worker.max_num_seqs * config.num_workers,
+                config.http.max_queued_requests,
+            ),
+            board=joined.board,
+            started_at=int(time.time()),
+        )
+        self._stopped = asyncio.Event()
+        self._orphaned = False
+        self._listening = asyncio.Event()
+        self._sockets: list[socket.socket] = []
+
+    async def run(self) -> int:
+        """Serve until told to stop; the exit code."""
+        loop = asyncio.get_running_loop()
+        self.joined.link.set_nonblocking()
+        loop.add_reader(self.joined.link.fileno(), self._on_control)
+        heartbeat = loop.create_task(self._beat())
+        await self._listening.wait()
+        runner = web.AppRunner(
+            app.build(self.front, self.boards, self.joined.instance),
+            handler_cancellation=True,  # else a client that leaves is noticed by nobody
+            access_log=None,
+            keepalive_timeout=75.0,
+            shutdown_timeout=STOP_GRACE_S,
+        )
+        await runner.setup()
+        for sock in self._sockets:
+            await web.SockSite(runner, sock, backlog=self.joined.config.http.backlog).start()
+        self._show(Phase.IDLE)
+        self.joined.link.send({"type": "ready", "info": {}})
+        await self._stopped.wait()
+        # Streams that still run get a well-formed end before their connections close.
+        for link in list(self.client.links.values()):
+            link.state = "dead"
+            link.close(
+                "the server is shutting down" if not self._orphaned else "the supervisor is gone"
+            )
+        await asyncio.sleep(0)
+        await runner.cleanup()
+        heartbeat.cancel()
+        self.front.tokenizer.close()
+        if self._orphaned:
+            self._unlink()
+        return 0
+
+    def _on_control(self) -> None:
+        while True:
+            try:
+                received = self.joined.link.receive()
+            except BlockingIOError:
+                return
+            if received is None:
+                log.warning("the supervisor is gone: ending every stream")
+                self._orphaned = True
+                asyncio.get_running_loop().remove_reader(self.joined.link.fileno())
+                self._stop()
+                return
+            self._heed(*received)
+
+    def _heed(self, message: dict[str, Any], fds: list[int]) -> None:
+        kind = message["type"]
+        if kind == "listen":
+            self._sockets = [socket.socket(fileno=fd) for fd in fds]
+            self._listening.set()
+        elif kind == "channel":
+            link = self.client.link(message["worker"])
+            link.close("it was replaced")
+            channel = Channel.from_fds(
+                self.joined.instance, message["epoch"], message["http"], message["worker"], fds
+            )
+            link.open(channel)
+        elif kind == "close_channel":
+            link = self.client.link(message["worker"])
+            if link.channel is not None and link.channel.epoch == message["epoch"]:
+                link.close(message.get("reason") or "it died")
+        elif kind == "board":
+            self.boards.attach(message["role"], message["index"], message["name"])
+        elif kind == "worker":
+            self._note_worker(message)
+        elif kind == "drain":
+            self._drain()
+        elif kind == "stop":
+            self._stop()
+        else:
+            log.warning("control message of unknown type %r", kind)
+
+    def _note_worker(self, message: dict[str, Any]) -> None:
+        link = self.client.link(message["worker"])
+        link.state = message["state"]
+        link.phase = message.get("phase") or ""
+        link.fraction = message.get("fraction") or 0.0
+        if message.get("info"):
+            link.info = message["info"]
+        if link.state == "dead":
+            link.close(message.get("reason") or "it died")
+
+    def _drain(self) -> None:
+        self.front.admission.is_draining = True
+        self._show(Phase.DRAINING)
+        self.client.on_drained = self._drained
+        if not self.client.in_flight:
+            self._drained()
+
+    def _drained(self) -> None:
+        self.client.on_drained = None
+        # The last handlers have yet to write their last chunks: this turn of the loop is theirs.
+        asyncio.get_running_loop().call_later(0.05, self.joined.link.send, {"type": "drained"})
+
+    def _stop(self) -> None:
+        self.front.admission.is_draining = True
+        self._listening.set()
+        self._stopped.set()
+
+    def _unlink(self) -> None:
+        self.board.segment.unlink()
+
+    def _show(self, phase: Phase) -> None:
+        self.board["phase"] = phase
+        self.board["phase_since_ns"] = time.monotonic_ns()
+
+    async def _beat(self) -> None:
+        """Heartbeat, gauges, and how late the loop is."""
+        due = time.monotonic()
+        while True:
+            now = time.monotonic()
+            self.board["heartbeat_ns"] = time.monotonic_ns()
+            self.board["loop_lag_ns"] = max(0, int((now - due) * 1e9))
+            self.board["in_flight"] = len(self.client.in_flight)
+            self.board["waiting"] = self.client.num_waiting
+            for link in self.client.links.values():
+                link.fold_times()
+            due = now + HEARTBEAT_S
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+def main(argv: list[str]) -> int:
+    joined = child.join("http", argv)
+    joined.board["phase"] = Phase.LOADING
+
+    async def serve() -> int:
+        try:
+            process = HttpProcess(joined)
+        except Exception as error:
+            log.debug("starting failed", exc_info=True)
+            joined.link.send({"type": "failed", "error": " ".join(str(error).split())})
+            return 1
+        return await process.run()
+
+    return asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,129 @@
+"""Routes, the arrival stamp, and errors as JSON.
+
+Owns: the aiohttp application. Handlers get their body's bytes; whatever they raise becomes OpenAI's error shape, before any
+byte of a response. Event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from shmserve import __version__
+from shmserve.http import health, native
+from shmserve.http.errors import ApiError
+from shmserve.http.front_end import ARRIVAL, FrontEnd
+from shmserve.http.metrics import InstanceCollector, render
+from shmserve.http.openai import endpoints
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BodyHandler = Callable[[FrontEnd, web.Request, bytes], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Stamp the arrival; turn every error into the one JSON shape."""
+    request[ARRIVAL] = time.monotonic_ns()
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error.response()
+    except web.HTTPRequestEntityTooLarge as error:
+        return ApiError(
+            413,
+            f"The body is larger than {request.client_max_size} bytes (--max-body-bytes). {error.text or ''}".strip(),
+            code="body_too_large",
+        ).response()
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
+        what = f"{request.method} {request.path}"
+        response = ApiError(error.status, f"{error.reason}: {what}", code=code).response()
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except (asyncio.CancelledError, ConnectionResetError):
+        raise  # the client has gone: nobody reads an answer
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return ApiError(
+            500, "The server failed to handle the request.", code="internal_error"
+        ).response()
+
+
+def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Application:
+    """The application of one front end."""
+    app = web.Application(
+        middlewares=[errors_as_json], client_max_size=front.config.http.max_body_bytes
+    )
+    collector = InstanceCollector(instance, front.served_name)
+
+    def with_body(handler: BodyHandler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            front.board.add("num_requests")
+            try:
+                return await handler(front, request, await request.read())
+            except ApiError as error:
+                front.board.add("num_errors")
+                raise error
+
+        return handle
+
+    async def live(request: web.Request) -> web.Response:
+        return health.live()
+
+    async def ready(request: web.Request) -> web.Response:
+        return health.health(front, boards)
+
+    async def models(request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [_model(front)]})
+
+    async def model(request: web.Request) -> web.Response:
+        front.check_model(request.match_info["name"])
+        return _json(_model(front))
+
+    async def metrics(request: web.Request) -> web.Response:
+        text = await asyncio.to_thread(render, collector)
+        return web.Response(
+            body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def version(request: web.Request) -> web.Response:
+        return _json({"version": __version__})
+
+    app.router.add_get("/live", live)
+    app.router.add_get("/health", ready)
+    app.router.add_get("/ready", ready)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/version", version)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{name:.+}", model)
+    app.router.add_post("/v1/chat/completions", with_body(endpoints.chat_completions))
+    app.router.add_post("/v1/completions", with_body(endpoints.completions))
+    app.router.add_post("/generate", with_body(native.generate))
+    app.router.add_put("/generate", with_body(native.generate))
+    return app
+
+
+def _model(front: FrontEnd) -> dict[str, object]:
+    return {
+        "id": front.served_name,
+        "object": "model",
+        "created": front.started_at,
+        "owned_by": front.config.http.owned_by,
+        "root": front.model.spec,
+        "parent": None,
+        "max_model_len": front.max_model_len,
+    }
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

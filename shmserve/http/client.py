@@ -1,0 +1,300 @@
+"""The front end's side of the channels: the table of requests in flight, and every record that goes to a worker.
+
+Owns: req_ids, the table, the submit rings' writing ends under the operator's policy. Never: knows HTTP or text.
+
+Laws: every SUBMIT that was written is in the table until its FINISH or its channel's end; the table bounds what can wait
+outside a ring. An ABORT is never lost: it waits in the writer's backlog, one per request.
+Event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.config import RingConfig
+from shmserve.http.errors import ApiError, worker_died
+from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.pump import Pump
+from shmserve.request import SamplingParams
+from shmserve.rings.board import Board
+from shmserve.rings.channel import Channel
+from shmserve.rings.policy import Dropping
+from shmserve.rings.spsc import RingProtocolError
+from shmserve.wire import Submit, SubmitKind, pack_control, pack_submit
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """One worker, as this front end sees it: its state, and the channel to it while there is one."""
+
+    def __init__(self, worker: int, client: WorkerClient) -> None:
+        self.worker = worker
+        self.state = "loading"
+        self.phase = ""
+        self.fraction = 0.0
+        self.info: dict[str, Any] = {}
+        self.in_flight: dict[int, InFlight] = {}
+        self.channel: Channel | None = None
+        self._client = client
+        self._pump: Pump | None = None
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._is_watching = False
+
+    @property
+    def is_serving(self) -> bool:
+        return self.channel is not None and self.state == "ready"
+
+    def open(self, channel: Channel) -> None:
+        """A new life of the worker: its rings are empty."""
+        self.channel = channel
+        # The writer keeps what must not be lost; whether a SUBMIT waits or is refused is decided in `submit`.
+        self._writer = Dropping(channel.submit.producer())
+        self._pump = Pump(
+            channel.tokens, self.in_flight, self._client.board, self._client.forget, self.break_off
+        )
+
+    def close(self, reason: str) -> None:
+        """The worker is gone: what it had announced is handled, then whatever is left gets its error end."""
+        if self.channel is None or self._pump is None:
+            return
+        self._watch_credits(False)
+        self._pump.close()
+        for entry in list(self.in_flight.values()):
+            entry.fail(worker_died(reason))
+            self._client.forget(entry)
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_exception(worker_died(reason))
+        self._pump = None
+        self.channel.close()
+        self.channel = None
+
+    def break_off(self, reason: str) -> None:
+        """The ring cannot be believed any more: the channel ends here, the worker with its next word from the supervisor."""
+        log.error("worker %d: %s", self.worker, reason)
+        self.state = "dead"
+        asyncio.get_running_loop().call_soon(self.close, reason)
+
+    def fold_times(self) -> None:
+        if self._pump is not None:
+            self._pump.fold()
+
+    async def submit(self, entry: InFlight, record: bytes, num_slots: int) -> None:
+        """Write a SUBMIT under the submit ring's policy. Raises ApiError (413, 503) with nothing written."""
+        channel = self.channel
+        if channel is None:
+            raise worker_died("it is restarting")
+        rings = self._client.rings
+        if num_slots > channel.submit.capacity // 2:
+            size = channel.submit.slot_size
+            raise ApiError(
+                413,
+                f"The request takes {num_slots * size} bytes of the submit ring, at most "
+                f"{channel.submit.capacity // 2 * size} are allowed (--submit-ring-slots).",
+                code="request_too_large",
+            )
+        if not self._waiters and self._writer.try_unit(record, num_slots):
+            entry.is_submitted = True
+            return
+        if rings.submit_policy == "coalesce":
+            # It waits in the table's entry: the table bounds how many, and an abort before it is written undoes it.
+            self._writer.keep(entry.req_id, record)
+            self._watch_credits(True)
+            return
+        if rings.submit_policy == "block" and await self._wait_for_room(record, num_slots):
+            entry.is_submitted = True
+            return
+        self._writer.refuse()
+        raise ApiError(
+            503,
+            "The worker does not take requests fast enough: its submit ring is full.",
+            type="overloaded_error",
+            code="submit_ring_full",
+            retry_after_s=1,
+        )
+
+    async def _wait_for_room(self, record: bytes, num_slots: int) -> bool:
+        """Wait, first come first served, until the record is written or the deadline is over."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._client.rings.submit_deadline_s
+        turn = loop.create_future()
+        self._waiters.append(turn)
+        self._watch_credits(True)
+        try:
+            while self.channel is not None:
+                if self._waiters[0] is turn and self._writer.try_unit(record, num_slots):
+                    return True
+                left = deadline - loop.time()
+                if left <= 0:
+                    return False
+                await asyncio.wait([turn], timeout=left)
+                if turn.done():
+                    turn.result()  # the channel's end
+                    self._waiters[self._waiters.index(turn)] = fresh = loop.create_future()
+                    turn = fresh
+            return False
+        finally:
+            if turn in self._waiters:
+                self._waiters.remove(turn)
+            self._wake_first()
+
+    def control(self, entry: InFlight, kind: SubmitKind) -> None:
+        """Send ABORT, PAUSE or RESUME for an entry; it waits for credits if it must, replacing what this entry had waiting."""
+        if self.channel is None:
+            return
+        self._writer.cancel(entry.req_id)
+        self._writer.keep(
+            entry.req_id, pack_control(kind, entry.req_id, time_ns=time.monotonic_ns())
+        )
+        self._watch_credits(self._writer.is_starved)
+
+    def withdraw(self, entry: InFlight) -> bool:
+        """Take back a SUBMIT that still waits outside the ring; True if it was."""
+        return not entry.is_submitted and self._writer.cancel(entry.req_id) > 0
+
+    def _watch_credits(self, wanted: bool) -> None:
+        if wanted == self._is_watching or self.channel is None:
+            return
+        loop, fd = asyncio.get_running_loop(), self.channel.submit.credits.fd
+        if wanted:
+            loop.add_reader(fd, self._on_credits)
+        else:
+            loop.remove_reader(fd)
+        self._is_watching = wanted
+
+    def _on_credits(self) -> None:
+        try:
+            self._writer.producer.free(self._writer.producer.capacity)
+            self._writer.flush()
+        except RingProtocolError as error:
+            self._watch_credits(False)
+            self.break_off(str(error))
+            return
+        waiting = set(self._writer.pending_keys)
+        for req_id, entry in self.in_flight.items():
+            if not entry.is_submitted and req_id not in waiting:
+                entry.is_submitted = True
+        self._wake_first()
+        self._watch_credits(self._writer.is_starved or bool(self._waiters))
+
+    def _wake_first(self) -> None:
+        if self._waiters and not self._waiters[0].done():
+            self._waiters[0].set_result(None)
+
+    def abort(self, entry: InFlight) -> None:
+        """End an entry whose client is gone, or whose output could not be used."""
+        self._client.abort(entry)
+
+
+class WorkerClient:
+    """All workers, and the one table of what is in flight to them. `on_drained` is called when it runs empty while draining."""
+
+    def __init__(self, http_index: int, rings: RingConfig, board: Board) -> None:
+        self.rings = rings
+        self.board = board
+        self.links: dict[int, WorkerLink] = {}
+        self.in_flight: dict[int, InFlight] = {}
+        self.on_drained: Callable[[], None] | None = None
+        self._http_index = http_index
+        self._free_slots = deque(range(rings.table_size))
+        # Generations go on across restarts (one per ms of the clock, at least), so that response ids stay unique.
+        self._generations = itertools.count(time.time_ns() // 1_000_000 & 0xFFFF_FFFF)
+
+    def link(self, worker: int) -> WorkerLink:
+        if worker not in self.links:
+            self.links[worker] = WorkerLink(worker, self)
+        return self.links[worker]
+
+    def serving(self) -> WorkerLink | None:
+        """The serving worker with the fewest requests in flight; None if none serves."""
+        ready = [link for link in self.links.values() if link.is_serving]
+        return min(ready, key=lambda link: len(link.in_flight)) if ready else None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in flight that no worker has started."""
+        return sum(1 for entry in self.in_flight.values() if entry.started is None)
+
+    async def submit(
+        self,
+        prompt_ids: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        index: int,
+        signal: Signal,
+        arrival_ns: int,
+        digest: bytes = b"",
+    ) -> InFlight:
+        """Put one sequence into the table and its SUBMIT into a ring. Raises ApiError with nothing left behind."""
+        link = self.serving()
+        if link is None:
+            raise worker_died("it is restarting")
+        if not self._free_slots:
+            raise ApiError(
+                503,
+                f"All {self.rings.table_size} places of the request table are taken.",
+                type="overloaded_error",
+                code="table_full",
+                retry_after_s=1,
+            )
+        slot = self._free_slots.popleft()
+        req_id = (next(self._generations) & 0xFF_FFFF_FFFF) << 24 | self._http_index << 16 | slot
+        entry = InFlight(req_id, index, link, signal, arrival_ns)
+        entry.submitted_ns = time.monotonic_ns()
+        record, num_slots = pack_submit(
+            Submit(
+                req_id=req_id,
+                prompt_ids=prompt_ids,
+                params=params,
+                arrival_ns=arrival_ns,
+                submitted_ns=entry.submitted_ns,
+                digest=digest,
+            )
+        )
+        self.in_flight[req_id] = link.in_flight[req_id] = entry
+        try:
+            await link.submit(entry, record, num_slots)
+        except BaseException:
+            self.forget(entry)
+            raise
+        return entry
+
+    def abort(self, entry: InFlight) -> None:
+        """Nobody wants this entry's output any more. It leaves the table at its FINISH."""
+        entry.heads = None
+        entry.on_tokens = None
+        entry.token_ids = []
+        if entry.is_over or entry.is_aborted:
+            return
+        entry.is_aborted = True
+        self.board.add("num_aborted")
+        if entry.link.withdraw(entry):
+            entry.fail(ApiError(499, "The client has gone."))
+            self.forget(entry)
+        else:
+            entry.link.control(entry, SubmitKind.ABORT)
+
+    def set_paused(self, entry: InFlight, is_paused: bool) -> None:
+        """Pause or resume one sequence in the scheduler (its client is slow)."""
+        if not entry.is_over:
+            entry.link.control(entry, SubmitKind.PAUSE if is_paused else SubmitKind.RESUME)
+
+    def forget(self, entry: InFlight) -> None:
+        """The entry's FINISH came, or its channel ended: its place in the table is free."""
+        if self.in_flight.pop(entry.req_id, None) is None:
+            return
+        entry.link.in_flight.pop(entry.req_id, None)
+        self._free_slots.append(entry.req_id & 0xFFFF)
+        if not self.in_flight and self.on_drained is not None:
+            self.on_drained()

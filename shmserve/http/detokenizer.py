@@ -1,0 +1,116 @@
+"""Token ids to text, by bytes: O(1) per token, at most 3 bytes held back, whatever the tokens are.
+
+Owns: the text of one completion (`TextStream`) and the table of JSON-escaped pieces that all completions share (`Pieces`).
+Laws: the deltas of a completion add up to the decode of all its ids; no delta is ever taken back; a delta holds whole
+characters, and U+FFFD only where the bytes can no longer become one. Text that could begin a stop string is held, and only
+then. Front end only.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+import msgspec
+
+from shmserve.stop import StopMatcher
+from shmserve.wire import KEEP_ALL
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
+_encode = msgspec.json.encode
+
+
+def escape(text: str) -> bytes:
+    """`text` as the inside of a JSON string. Line separators that some clients cut at are escaped too (U+2028, U+2029, U+0085)."""
+    data = _encode(text)[1:-1]
+    if not data.isascii():
+        data = (
+            data.replace(b"\xe2\x80\xa8", b"\\u2028")
+            .replace(b"\xe2\x80\xa9", b"\\u2029")
+            .replace(b"\xc2\x85", b"\\u0085")
+        )
+    return data
+
+
+class Pieces:
+    """Token id -> its text, JSON-escaped, for tokens that are whole characters by themselves; filled as tokens are seen.
+
+    An empty piece means: not by itself (part of a character, or no text at all).
+    """
+
+    __slots__ = ("_bytes", "_cache", "_silent")
+
+    def __init__(self, token_bytes: list[bytes], silent_ids: frozenset[int]) -> None:
+        self._bytes = token_bytes
+        self._silent = silent_ids
+        self._cache: list[bytes | None] = [None] * len(token_bytes)
+
+    def __getitem__(self, token_id: int) -> bytes:
+        piece = self._cache[token_id]
+        if piece is None:
+            piece = self._cache[token_id] = self._make(token_id)
+        return piece
+
+    def _make(self, token_id: int) -> bytes:
+        if token_id in self._silent:
+            return b""
+        try:
+            return escape(self._bytes[token_id].decode())
+        except UnicodeDecodeError:
+            return b""
+
+    def raw(self, token_id: int) -> bytes:
+        """The token's bytes as they count in the text; nothing for a special token that is skipped."""
+        return b"" if token_id in self._silent else self._bytes[token_id]
+
+
+class TextStream:
+    """The text of one completion, token by token. `stop` and `min_tokens` are those that the worker decides with."""
+
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_matcher",
+        "_min_tokens",
+        "_num_bytes",
+        "_num_tokens",
+        "_pieces",
+    )
+
+    def __init__(self, pieces: Pieces, stop: tuple[bytes, ...] = (), min_tokens: int = 0) -> None:
+        self._pieces = pieces
+        self._decoder = _new_decoder("replace")
+        self._matcher = StopMatcher(stop) if stop else None
+        self._min_tokens = min_tokens
+        self._held = b""  # bytes that may begin, or have become, a stop string
+        self._num_bytes = 0  # given to the decoder
+        self._num_tokens = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True when the next token's piece may go out as it is: nothing is held, and nothing could be."""
+        return self._matcher is None and not self._decoder.getstate()[0]
+
+    def feed(self, token_id: int) -> str:
+        """The text that `token_id` releases; often its own, sometimes none, sometimes what was held before it."""
+        self._num_tokens += 1
+        data = self._pieces.raw(token_id)
+        matcher = self._matcher
+        if matcher is None:
+            self._num_bytes += len(data)
+            return self._decoder.decode(data)
+        match = matcher.feed(data, is_matching=self._num_tokens >= self._min_tokens)
+        text = self._held + data
+        # From the beginning of a match on, it is the FINISH record that says what is kept.
+        hold = matcher.num_bytes - match.start if match is not None else matcher.held()
+        cut = len(text) - hold
+        self._held = text[cut:]
+        self._num_bytes += cut
+        return self._decoder.decode(text[:cut])
+
+    def finish(self, keep_bytes: int = KEEP_ALL) -> str:
+        """What is left: the held text, cut to `keep_bytes` of the whole, and U+FFFD for a character that never ended."""
+        text = self._held
+        if keep_bytes != KEEP_ALL:
+            text = text[: max(0, keep_bytes - self._num_bytes)]
+        self._held = b""
+        return self._decoder.decode(text, final=True)

@@ -1,0 +1,322 @@
+"""POST /generate: SGLang's native interface.
+
+Owns: its schema, its `meta_info`, its frames. Streams carry the cumulative text and ids in every frame (SGLang's contract: a
+stream of n tokens costs n^2 / 2 of them in bytes), or only what is new with `incremental: true`. Event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from shmserve.http import fields
+from shmserve.http.errors import ApiError, bad_field
+from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
+from shmserve.http.in_flight import InFlight
+from shmserve.http.openai.endpoints import MOST_CHOICES, prompts_of, response_headers
+from shmserve.http.openai.formats import event
+from shmserve.http.stream import DONE, Choice, SseStream
+from shmserve.request import FinishReason, SamplingParams
+
+MAX_NEW_TOKENS: Final = 128  # SGLang's default
+
+
+class NativeSampling(msgspec.Struct):
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+    # Named, and not yet honoured.
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop_regex: str | list[str] | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: Any = None
+    beam_width: int | None = None
+    stream_interval: int | None = None
+    spaces_between_special_tokens: bool | None = None
+    custom_params: Any = None
+
+
+class GenerateRequest(msgspec.Struct):
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: NativeSampling | list[Any] | None = None
+    stream: bool | None = None
+    incremental: bool | None = None
+    rid: str | list[str] | None = None
+    model: str | None = None
+    # Named, and not yet honoured.
+    input_embeds: Any = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    token_ids_logprob: list[int] | None = None
+    return_hidden_states: bool | None = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: str | None = None
+    priority: int | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "input_embeds": (None,),
+    "return_logprob": (None, False),
+    "top_logprobs_num": (None, 0),
+    "token_ids_logprob": (None, []),
+    "return_hidden_states": (None, False),
+    "image_data": (None,),
+    "video_data": (None,),
+    "audio_data": (None,),
+    "lora_path": (None,),
+    "session_params": (None,),
+    "custom_logit_processor": (None,),
+    "priority": (None, 0),
+    "extra_key": (None, ""),
+    "cache_salt": (None, ""),
+}
+_UNSUPPORTED_SAMPLING: Final[dict[str, tuple[Any, ...]]] = {
+    "frequency_penalty": (None, 0.0),
+    "presence_penalty": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "stop_regex": (None, "", []),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "beam_width": (None, 0, 1),
+    "stream_interval": (None, 1),
+    "spaces_between_special_tokens": (None, False, True),
+    "custom_params": (None,),
+}
+
+
+async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
+    parsed, ignored = fields.decode(body, GenerateRequest)
+    front.check_model(parsed.model)
+    fields.refuse_unsupported(parsed, _UNSUPPORTED)
+    if (parsed.text is None) == (parsed.input_ids is None):
+        raise ApiError(
+            400,
+            "exactly one of text and input_ids must be given",
+            param="text",
+            code="invalid_value",
+        )
+    name = "text" if parsed.text is not None else "input_ids"
+    value = parsed.text if parsed.text is not None else parsed.input_ids
+    prompts = prompts_of(name, value, front.tokenizer.vocab_size)
+    is_batch = isinstance(parsed.text, list) or (
+        parsed.input_ids is not None and isinstance(parsed.input_ids[0], list)
+    )
+    samplings = _samplings(parsed.sampling_params, len(prompts))
+    front.admission.admit(sum(sampling.n or 1 for sampling in samplings))
+    wanted: list[Wanted] = []
+    for prompt, sampling in zip(prompts, samplings, strict=True):
+        if isinstance(prompt, str):
+            prompt = await front.tokenizer.encode(prompt, add_bos=True)
+        room = front.room_for(len(prompt), name)
+        n = fields.in_range("sampling_params.n", sampling.n, 1, MOST_CHOICES, 1)
+        is_batch = is_batch or n > 1
+        seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
+        wanted += choices_of(prompt, _params(front, sampling, room), fields.seeds(seed, n))
+    rid = parsed.rid if isinstance(parsed.rid, str) else None
+    headers = response_headers(request, rid, ignored)
+    async with Generation(front, request, wanted, headers.get("X-Request-Id", "")) as generation:
+        answers = [
+            _Answer(entry, want.params, index if is_batch else None, rid, bool(parsed.incremental))
+            for index, (entry, want) in enumerate(zip(generation.entries, wanted, strict=True))
+        ]
+        if parsed.stream:
+            choices = [
+                Choice(
+                    entry,
+                    generation.text_stream(i),
+                    front.tokenizer.pieces_for(want.params.skip_special_tokens),
+                    answer,
+                )
+                for i, (entry, want, answer) in enumerate(
+                    zip(generation.entries, wanted, answers, strict=True)
+                )
+            ]
+            stream = SseStream(
+                request,
+                front.client,
+                front.config.http,
+                generation.signal,
+                choices,
+                _Ending(),
+                headers,
+            )
+            return await stream.run()
+        await generation.finish()
+        objects = []
+        for i, (entry, answer) in enumerate(zip(generation.entries, answers, strict=True)):
+            objects.append(answer.whole(generation.text_of(i), entry.token_ids))
+    return web.Response(
+        body=msgspec.json.encode(objects if is_batch else objects[0]),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+def _samplings(value: NativeSampling | list[Any] | None, num_prompts: int) -> list[NativeSampling]:
+    if not isinstance(value, list):
+        samplings = [value or NativeSampling()] * num_prompts
+    else:
+        if len(value) != num_prompts:
+            raise bad_field(
+                "sampling_params",
+                f"{len(value)} sampling_params were given for {num_prompts} prompts",
+            )
+        try:
+            samplings = msgspec.convert(value, list[NativeSampling])
+        except msgspec.ValidationError as error:
+            raise bad_field("sampling_params", f"sampling_params: {error}") from None
+    for sampling in samplings:
+        fields.refuse_unsupported(sampling, _UNSUPPORTED_SAMPLING)
+    return samplings
+
+
+def _params(front: FrontEnd, sampling: NativeSampling, room: int) -> SamplingParams:
+    asked = fields.in_range("max_new_tokens", sampling.max_new_tokens, 1, 2**63 - 1, MAX_NEW_TOKENS)
+    vocab_size = front.tokenizer.vocab_size
+    least = sampling.min_new_tokens if sampling.min_new_tokens is not None else sampling.min_tokens
+    return fields.sampling_params(
+        max_tokens=min(asked, room),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        min_tokens=least,
+        ignore_eos=sampling.ignore_eos,
+        stop=fields.stop_strings("stop", sampling.stop),
+        stop_token_ids=sampling.stop_token_ids,
+        include_stop=sampling.no_stop_trim,
+        skip_special_tokens=sampling.skip_special_tokens,
+        bias=fields.logit_bias(sampling.logit_bias, vocab_size),
+        seed=0,
+        vocab_size=vocab_size,
+        min_tokens_name="min_new_tokens",
+    )
+
+
+class _Answer:
+    """One completion in SGLang's shape, and its ChoiceFormat when it is streamed."""
+
+    around_text: tuple[bytes, bytes] | None = None  # every frame differs in more than its text
+
+    def __init__(
+        self,
+        entry: InFlight,
+        params: SamplingParams,
+        index: int | None,
+        rid: str | None,
+        incremental: bool,
+    ) -> None:
+        self._entry = entry
+        self._params = params
+        self._index = index
+        self._id = rid or f"{entry.req_id:016x}"
+        self._is_incremental = incremental
+        self._text = ""
+        self._ids: list[int] = []
+
+    def opening(self) -> bytes:
+        return b""
+
+    def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
+        return self._frame(text, token_ids, is_last=False)
+
+    def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
+        return self._frame(text, token_ids, is_last=True)
+
+    def _frame(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> bytes:
+        self._ids += token_ids
+        self._text += text
+        if self._is_incremental:
+            return event(self._object(text, list(token_ids), is_last=is_last))
+        return event(self._object(self._text, self._ids, is_last=is_last))
+
+    def whole(self, text: str, token_ids: list[int]) -> dict[str, Any]:
+        self._ids = token_ids
+        return self._object(text, token_ids, is_last=True)
+
+    def _object(self, text: str, token_ids: list[int], *, is_last: bool) -> dict[str, Any]:
+        answer = {"text": text, "output_ids": token_ids, "meta_info": self._meta_info(is_last)}
+        return answer if self._index is None else answer | {"index": self._index}
+
+    def _meta_info(self, is_last: bool) -> dict[str, Any]:
+        """SGLang's keys. Times are seconds; `queue_time` counts from the arrival to the first scheduled step."""
+        entry = self._entry
+        record = entry.finish if is_last else entry.started
+        meta: dict[str, Any] = {
+            "id": self._id,
+            "finish_reason": self._finish_reason() if is_last else None,
+            "prompt_tokens": record.prompt_tokens if record is not None else 0,
+            "weight_version": "default",
+            "num_retractions": record.num_retractions if record is not None else 0,
+            "completion_tokens": len(self._ids),
+            "cached_tokens": record.cached_tokens if record is not None else 0,
+            "reasoning_tokens": 0,
+        }
+        if is_last and entry.finish is not None:
+            finish = entry.finish
+            now_ns = time.monotonic_ns()
+            meta["e2e_latency"] = (now_ns - entry.arrival_ns) / 1e9
+            meta["response_sent_to_client_ts"] = time.time()
+            if finish.scheduled_ns:
+                meta["queue_time"] = (finish.scheduled_ns - entry.arrival_ns) / 1e9
+            if finish.first_token_ns:
+                meta["first_token_latency"] = (finish.first_token_ns - entry.arrival_ns) / 1e9
+                took_s = (finish.time_ns - finish.first_token_ns) / 1e9
+                if took_s > 0:
+                    meta["decode_throughput"] = (finish.completion_tokens - 1) / took_s
+        return meta
+
+    def _finish_reason(self) -> dict[str, Any]:
+        finish = self._entry.finish
+        assert finish is not None
+        reason = FinishReason(finish.finish)
+        if reason is FinishReason.STOP_STRING:
+            return {"type": "stop", "matched": self._params.stop[finish.matched_stop].decode()}
+        if reason.is_stop:
+            return {"type": "stop", "matched": finish.matched_token}
+        if reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
+            return {"type": "length", "length": finish.completion_tokens}
+        return {
+            "type": "abort",
+            "message": "The request was aborted.",
+            "status_code": 503,
+            "err_type": None,
+        }
+
+
+class _Ending:
+    """ResponseFormat: nothing but [DONE]."""
+
+    def ending(self, entries: Sequence[InFlight]) -> bytes:
+        return DONE

@@ -1,0 +1,278 @@
+"""POST /v1/chat/completions and /v1/completions.
+
+Owns: the way from a parsed body to completions and their answer. Everything is validated before anything is submitted, so a
+refusal is a real status, for streams too. Event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+
+from shmserve.http import fields
+from shmserve.http.errors import ApiError, bad_field
+from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
+from shmserve.http.openai.formats import (
+    Envelope,
+    Kind,
+    OpenAIChoice,
+    OpenAIStream,
+    finish_word,
+    stop_details,
+    usage,
+)
+from shmserve.http.openai.schemas import (
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+)
+from shmserve.http.stream import Choice, SseStream
+from shmserve.http.template import continued_prompt
+from shmserve.request import SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+MOST_CHOICES = 128
+MOST_PROMPTS = 1_024
+
+
+async def chat_completions(
+    front: FrontEnd, request: web.Request, body: bytes
+) -> web.StreamResponse:
+    parsed, ignored = fields.decode(body, ChatRequest)
+    front.check_model(parsed.model)
+    fields.refuse_unsupported(parsed, UNSUPPORTED_CHAT)
+    n = fields.in_range("n", parsed.n, 1, MOST_CHOICES, 1)
+    front.admission.admit(
+        n
+    )  # before any work; again, with the truth of that moment, when it is submitted
+    ids = await front.tokenizer.encode(await _chat_prompt(front, parsed), add_bos=False)
+    room = front.room_for(len(ids), "messages")
+    name = "max_completion_tokens" if parsed.max_completion_tokens is not None else "max_tokens"
+    asked = getattr(parsed, name)
+    params = _params(front, parsed, _max_tokens(name, asked, room, room))
+    wanted = choices_of(ids, params, fields.seeds(parsed.seed, n))
+    return await _answer(front, request, parsed, "chat", wanted, n, ignored)
+
+
+async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
+    parsed, ignored = fields.decode(body, CompletionRequest)
+    front.check_model(parsed.model)
+    fields.refuse_unsupported(parsed, UNSUPPORTED_COMPLETION)
+    n = fields.in_range("n", parsed.n, 1, MOST_CHOICES, 1)
+    prompts = prompts_of("prompt", parsed.prompt, front.tokenizer.vocab_size)
+    front.admission.admit(n * len(prompts))
+    add_bos = parsed.add_special_tokens is None or parsed.add_special_tokens
+    wanted: list[Wanted] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            prompt = await front.tokenizer.encode(prompt, add_bos=add_bos)
+        room = front.room_for(len(prompt), "prompt")
+        limit = _max_tokens("max_tokens", parsed.max_tokens, room, COMPLETION_MAX_TOKENS)
+        params = _params(front, parsed, limit)
+        # The same streams for every prompt: a prompt alone gives what it gives in a list.
+        wanted += choices_of(prompt, params, fields.seeds(parsed.seed, n))
+    return await _answer(front, request, parsed, "completion", wanted, n, ignored)
+
+
+def prompts_of(
+    name: str, value: str | list[Any] | None, vocab_size: int
+) -> list[str | npt.NDArray[np.int32]]:
+    """A string, ids, or a list of either, as a list of prompts. 400 for anything empty or mixed."""
+    if value is None or value == "" or value == []:
+        raise ApiError(400, f"{name} must not be empty", param=name, code="empty_prompt")
+    if isinstance(value, str):
+        return [value]
+    if all(type(item) is int for item in value):
+        return [_ids(name, value, vocab_size)]
+    if len(value) > MOST_PROMPTS:
+        raise bad_field(name, f"{name} may hold at most {MOST_PROMPTS} prompts, got {len(value)}")
+    prompts: list[str | npt.NDArray[np.int32]] = []
+    for i, item in enumerate(value):
+        if isinstance(item, str) and item:
+            prompts.append(item)
+        elif isinstance(item, list) and item and all(type(token) is int for token in item):
+            prompts.append(_ids(f"{name}[{i}]", item, vocab_size))
+        else:
+            raise bad_field(
+                name, f"{name}[{i}] must be a string or a list of token ids, and not empty"
+            )
+    return prompts
+
+
+def _ids(name: str, ids: list[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    fields.token_ids(name, ids, vocab_size)
+    return np.array(ids, np.int32)
+
+
+def _max_tokens(name: str, asked: int | None, room: int, default: int) -> int:
+    """What may be generated: what was asked for, cut to what fits the context."""
+    value: int = fields.in_range(name, asked, 1, 2**63 - 1, default)
+    return min(value, room)
+
+
+def _params(front: FrontEnd, parsed: Sampling, max_tokens: int) -> SamplingParams:
+    vocab_size = front.tokenizer.vocab_size
+    return fields.sampling_params(
+        max_tokens=max_tokens,
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        top_k=parsed.top_k,
+        min_p=parsed.min_p,
+        min_tokens=parsed.min_tokens,
+        ignore_eos=parsed.ignore_eos,
+        stop=fields.stop_strings("stop", parsed.stop),
+        stop_token_ids=parsed.stop_token_ids,
+        include_stop=parsed.include_stop_str_in_output or parsed.no_stop_trim,
+        skip_special_tokens=parsed.skip_special_tokens,
+        bias=fields.logit_bias(parsed.logit_bias, vocab_size),
+        seed=0,
+        vocab_size=vocab_size,
+    )
+
+
+async def _chat_prompt(front: FrontEnd, parsed: ChatRequest) -> str:
+    template = front.template
+    if template is None:
+        raise ApiError(
+            400,
+            f"The model `{front.served_name}` has no chat template; use /v1/completions, or start the "
+            "server with --chat-template FILE.",
+            code="no_chat_template",
+        )
+    messages = [_message(i, message) for i, message in enumerate(parsed.messages)]
+    if not messages:
+        raise ApiError(400, "messages must not be empty", param="messages", code="empty_prompt")
+    kwargs = parsed.chat_template_kwargs or {}
+    opens_turn = parsed.add_generation_prompt is None or parsed.add_generation_prompt
+    if parsed.continue_final_message:
+        if parsed.add_generation_prompt:
+            raise bad_field(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt cannot both be true",
+            )
+        if messages[-1]["role"] != "assistant":
+            raise bad_field(
+                "continue_final_message",
+                "continue_final_message needs a last message of role 'assistant'",
+            )
+        return await asyncio.to_thread(continued_prompt, template, messages, kwargs)
+    if sum(len(message.get("content") or "") for message in messages) < 10_000:
+        return template.render(messages, add_generation_prompt=opens_turn, kwargs=kwargs)
+    return await asyncio.to_thread(
+        template.render, messages, add_generation_prompt=opens_turn, kwargs=kwargs
+    )
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its text parts joined, in order, by nothing. 400 for parts that are no text."""
+    at = f"messages[{index}]"
+    if not isinstance(message.get("role"), str):
+        raise bad_field(f"{at}.role", f"{at}.role must be a string")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not isinstance(content, list) or not content:
+        raise bad_field(
+            f"{at}.content", f"{at}.content must be a string or a list of text parts, and not empty"
+        )
+    texts = []
+    for i, part in enumerate(content):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise bad_field(
+                f"{at}.content[{i}]",
+                f"{at}.content[{i}] must be a text part with a text (this is a text model), got {kind!r}",
+            )
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+async def _answer(
+    front: FrontEnd,
+    request: web.Request,
+    parsed: Sampling,
+    kind: Kind,
+    wanted: list[Wanted],
+    n: int,
+    ignored: list[str],
+) -> web.StreamResponse:
+    if parsed.stream_options is not None and not parsed.stream:
+        raise ApiError(
+            400,
+            "Stream options can only be defined when `stream=True`.",
+            param="stream_options",
+            code="invalid_value",
+        )
+    if parsed.stream_options is not None and parsed.stream_options.continuous_usage_stats:
+        raise ApiError(
+            400,
+            "stream_options.continuous_usage_stats is not supported by this server",
+            param="stream_options.continuous_usage_stats",
+            code="unsupported_parameter",
+        )
+    headers = response_headers(request, parsed.request_id or parsed.rid, ignored)
+    external_id = headers.get("X-Request-Id", "")
+    eos_ids = front.model.eos_token_ids
+    async with Generation(front, request, wanted, external_id) as generation:
+        envelope = Envelope.of(kind, front.served_name, generation.entries[0])
+        if parsed.stream:
+            choices = [
+                Choice(
+                    entry,
+                    generation.text_stream(i),
+                    front.tokenizer.pieces_for(want.params.skip_special_tokens),
+                    OpenAIChoice(envelope, i, want.params, eos_ids),
+                )
+                for i, (entry, want) in enumerate(zip(generation.entries, wanted, strict=True))
+            ]
+            include_usage = bool(parsed.stream_options and parsed.stream_options.include_usage)
+            stream = SseStream(
+                request,
+                front.client,
+                front.config.http,
+                generation.signal,
+                choices,
+                OpenAIStream(envelope, n, include_usage),
+                headers,
+            )
+            return await stream.run()
+        await generation.finish()
+        objects = []
+        for i, entry in enumerate(generation.entries):
+            text = generation.text_of(i)
+            choice: dict[str, Any] = {"index": i}
+            if kind == "chat":
+                choice["message"] = {"role": "assistant", "content": text}
+            else:
+                choice["text"] = text
+            choice |= {"logprobs": None, "finish_reason": finish_word(entry)}
+            objects.append(choice | stop_details(entry, wanted[i].params, eos_ids))
+        whole = envelope.whole(objects, usage(generation.entries, n))
+    return web.Response(
+        body=msgspec.json.encode(whole), content_type="application/json", headers=headers
+    )
+
+
+def response_headers(
+    request: web.Request, request_id: str | None, ignored: list[str]
+) -> dict[str, str]:
+    """X-Request-Id, taken from the body or the header and given back; the names of fields that were ignored."""
+    headers = {}
+    name = request_id or request.headers.get("X-Request-Id", "")
+    if name and name.isprintable() and name.isascii() and len(name) <= 256:
+        headers["X-Request-Id"] = name
+    if ignored:
+        names = ", ".join(field for field in ignored if field.isascii() and field.isprintable())
+        headers["X-Shmserve-Ignored"] = names[:1_000]
+    return headers

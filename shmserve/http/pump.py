@@ -1,0 +1,245 @@
+"""The hot path: token records from one channel's ring to sockets.
+
+Owns: the token ring's reading end. Never: wakes a task for a token of a stream that keeps up, builds an object per token, or
+runs more than K = 64 records without giving the event loop a turn.
+
+A plain token (one whole-character token of a stream without stop strings, whose transport has nothing buffered) becomes a frame by
+three concatenations and is written here; everything else goes the slow way, through `InFlight.on_tokens`.
+Times are collected in lists and folded into the board's histograms a few thousand tokens at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.http.errors import ApiError
+from shmserve.http.in_flight import InFlight
+from shmserve.request import FinishReason
+from shmserve.rings.board import Board
+from shmserve.rings.channel import Ring
+from shmserve.rings.spsc import RingProtocolError
+from shmserve.wire import (
+    FLAG_LAST_IS_STOP,
+    TOKEN_SLOT_BYTES,
+    TOKENS_DTYPE,
+    TokenKind,
+    unpack_finish,
+    unpack_message,
+)
+
+log = logging.getLogger(__name__)
+
+RECORDS_PER_TURN: Final = 64
+FOLD_AFTER: Final = 4096
+
+# kind, count, finish and flags as one number, so that one comparison tells a plain token.
+_COLUMNS: Final = np.dtype(
+    {
+        "names": ["req_id", "time_ns", "meta", "token_id", "delay_us"],
+        "formats": ["<u8", "<u8", "<u4", "<i4", "<u4"],
+        "offsets": [0, 8, 20, 32, 64],
+        "itemsize": TOKEN_SLOT_BYTES,
+    }
+)
+_PLAIN: Final = TokenKind.TOKENS | 1 << 8
+
+_U8: TypeAlias = npt.NDArray[np.uint64]
+_U4: TypeAlias = npt.NDArray[np.uint32]
+
+
+class Pump:
+    """Reads one token ring. `entries` is the front end's table by req_id; `on_finish` forgets an entry."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        entries: dict[int, InFlight],
+        board: Board,
+        on_finish: Callable[[InFlight], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
+        self.num_stale = 0
+        self._ring = ring
+        self._consumer = ring.consumer()
+        self._entries = entries
+        self._board = board
+        self._on_finish = on_finish
+        self._on_broken = on_broken
+        self._loop = asyncio.get_running_loop()
+        self._is_scheduled = False
+        self._messages: dict[int, str] = {}
+        self._hops: list[tuple[_U8, _U4, int, list[int], list[int]]] = []
+        self._num_hops = 0
+        self._itl_engine: list[int] = []
+        self._itl_wire: list[int] = []
+        self._w_frames = board.cell("frames")
+        self._w_tokens = board.cell("tokens")
+        self._loop.add_reader(ring.data.fd, self._on_readable)
+
+    def close(self) -> None:
+        """Handle every announced record, then let go of the ring's counter. The segment is the channel's to close."""
+        self._loop.remove_reader(self._ring.data.fd)
+        try:
+            self._consumer.poll()
+            while self._consumer.owed:
+                self._take(RECORDS_PER_TURN)
+        except RingProtocolError as error:
+            log.error("token ring %s: %s", self._ring.segment.name, error)
+        self._is_scheduled = False
+        self.fold()
+
+    def _on_readable(self) -> None:
+        try:
+            self._consumer.poll()
+        except RingProtocolError as error:
+            self._loop.remove_reader(self._ring.data.fd)
+            self._on_broken(str(error))
+            return
+        if not self._is_scheduled:
+            self._turn()
+
+    def _turn(self) -> None:
+        self._is_scheduled = False
+        self._take(RECORDS_PER_TURN)
+        if self._consumer.owed and not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._turn_again)
+
+    def _turn_again(self) -> None:
+        if self._is_scheduled:
+            self._turn()
+
+    def _take(self, most: int) -> None:
+        consumer = self._consumer
+        view = consumer.view(most)
+        count = len(view) // TOKEN_SLOT_BYTES
+        if not count:
+            return
+        now = time.monotonic_ns
+        popped = now()
+        records = np.frombuffer(view, _COLUMNS)
+        framed: list[int] = []
+        written: list[int] = []
+        itl_engine, itl_wire = self._itl_engine, self._itl_wire
+        get = self._entries.get
+        direct: list[int] = []
+        slow_tokens = 0
+        for i, (req_id, time_ns, meta, token_id) in enumerate(
+            zip(
+                records["req_id"].tolist(),
+                records["time_ns"].tolist(),
+                records["meta"].tolist(),
+                records["token_id"].tolist(),
+                strict=True,
+            )
+        ):
+            entry = get(req_id)
+            if entry is None:
+                self.num_stale += req_id != 0
+                continue
+            if meta == _PLAIN and (heads := entry.heads) is not None:
+                piece = entry.pieces[token_id]  # type: ignore[index]  # set with heads
+                if piece:
+                    frame = heads[len(piece)] + piece + entry.tail
+                    framed.append(now())
+                    transport = entry.transport
+                    transport.write(frame)  # type: ignore[union-attr]  # set with heads
+                    at = now()
+                    written.append(at)
+                    direct.append(i)
+                    itl_engine.append(time_ns - entry.last_time_ns)
+                    itl_wire.append(at - entry.last_written_ns)
+                    entry.last_time_ns = time_ns
+                    entry.last_written_ns = at
+                    if transport.get_write_buffer_size():  # type: ignore[union-attr]
+                        entry.on_congested()  # type: ignore[misc]
+                    continue
+            try:
+                slow_tokens += self._slow(
+                    entry, view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES]
+                )
+            except Exception:
+                log.exception("request %016x: its record could not be handled", req_id)
+                entry.link.abort(entry)
+                entry.fail(ApiError(500, "The server could not handle the model's output."))
+        words = self._board.words
+        words[self._w_tokens] += len(written) + slow_tokens
+        if written:
+            words[self._w_frames] += len(written)
+            chosen = records if len(written) == count else records[direct]
+            times = (chosen["time_ns"].copy(), chosen["delay_us"].copy())
+            self._hops.append((*times, popped, framed, written))
+            self._num_hops += len(written)
+            if self._num_hops >= FOLD_AFTER:
+                self.fold()
+            del chosen
+        del records
+        view.release()
+        consumer.release(count)
+
+    def _slow(self, entry: InFlight, slot: memoryview) -> int:
+        """Any record that is not a plain token on a stream that keeps up; the number of tokens in it."""
+        kind = slot[20]
+        if kind == TokenKind.TOKENS:
+            record = np.frombuffer(slot, TOKENS_DTYPE)[0]
+            count = slot[21]
+            is_first = not entry.last_time_ns
+            entry.token_ids += record["token_ids"][:count].tolist()
+            entry.was_stop_token = bool(slot[23] & FLAG_LAST_IS_STOP)
+            entry.last_time_ns = int(record["time_ns"]) + 1000 * (
+                int(record["dt_us"][count - 1]) if count > 1 else 0
+            )
+            if entry.on_tokens is not None:
+                entry.on_tokens(entry)
+            elif is_first:
+                entry.signal.set()
+            return count
+        if kind == TokenKind.STARTED:
+            entry.started = unpack_finish(slot)
+            entry.signal.set()
+        elif kind == TokenKind.MESSAGE:
+            self._messages[entry.req_id] = self._messages.get(entry.req_id, "") + unpack_message(
+                slot
+            )
+        elif kind == TokenKind.FINISH:
+            entry.heads = None
+            record_ = unpack_finish(slot)
+            message = self._messages.pop(entry.req_id, "")
+            if record_.finish == FinishReason.ERROR:
+                entry.error = ApiError(
+                    500, message or "The worker ended the request.", code="engine_error"
+                )
+            entry.finish = record_
+            self._on_finish(entry)
+            entry.signal.set()
+        else:
+            log.warning("token record of unexpected kind %d for %016x", kind, entry.req_id)
+        return 0
+
+    def fold(self) -> None:
+        """Put the collected times into the board's histograms. Called every few thousand tokens and on the heartbeat."""
+        histograms = self._board.histograms
+        if self._hops:
+            hops, self._hops, self._num_hops = self._hops, [], 0
+            lengths = [len(h[3]) for h in hops]
+            sampled = np.concatenate([h[0] for h in hops]).astype(np.int64)
+            published = sampled + np.concatenate([h[1] for h in hops]).astype(np.int64) * 1000
+            popped = np.repeat(np.array([h[2] for h in hops], np.int64), lengths)
+            framed = np.array([t for h in hops for t in h[3]], np.int64)
+            written = np.array([t for h in hops for t in h[4]], np.int64)
+            histograms["hop_publish_us"].observe((published - sampled) // 1000)
+            histograms["hop_pop_us"].observe((popped - published) // 1000)
+            histograms["hop_frame_us"].observe((framed - popped) // 1000)
+            histograms["hop_write_us"].observe((written - framed) // 1000)
+        if self._itl_engine:
+            engine, self._itl_engine = self._itl_engine, []
+            wire, self._itl_wire = self._itl_wire, []
+            histograms["itl_engine_us"].observe(np.array(engine, np.int64) // 1000)
+            histograms["itl_wire_us"].observe(np.array(wire, np.int64) // 1000)

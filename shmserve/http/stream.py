@@ -1,0 +1,345 @@
+"""One SSE response: frames, congestion, keep-alive, end.
+
+Owns: the response's transport from its headers to its last chunk, and the choice of who writes a token: the pump, directly, while the
+stream is plain and keeps up; this module otherwise. Never: decides when a completion ends, or builds JSON (formats do).
+
+The second boundary, from a request to a slow client's socket, has the three policies of the first (`--slow-client`):
+
+    coalesce   what cannot be written waits as text and becomes one frame per choice when the client reads on; past either
+               bound (`--slow-client-bytes`, `--slow-client-seconds`) the connection is closed and its requests aborted
+    block      and its sequences are paused in the scheduler meanwhile
+    drop       the connection is closed at once
+
+The kernel would hide a slow client behind megabytes of its own buffers, so TCP sockets get TCP_NOTSENT_LOWAT and
+TCP_USER_TIMEOUT. Event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+
+from shmserve.http.detokenizer import TextStream
+from shmserve.http.errors import ApiError
+from shmserve.http.in_flight import InFlight, Signal
+
+if TYPE_CHECKING:
+    from shmserve.config import HttpConfig
+    from shmserve.http.client import WorkerClient
+    from shmserve.http.detokenizer import Pieces
+
+log = logging.getLogger(__name__)
+
+DONE: Final = b"data: [DONE]\n\n"
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+NOTSENT_LOWAT_BYTES: Final = 16 * 1024
+_TCP_NOTSENT_LOWAT: Final = 25  # not in the socket module of every Python
+
+
+class ChoiceFormat(Protocol):
+    """How one choice looks on the wire: whole SSE events as bytes."""
+
+    @property
+    def around_text(self) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the JSON-escaped text of a delta, if that is all that changes; else None."""
+
+    def opening(self) -> bytes:
+        """Events before the first text."""
+
+    def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
+        """The event for new tokens and the text they released (maybe none); b"" for no event."""
+
+    def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
+        """The events that end the choice; `text` was held until now."""
+
+
+class ResponseFormat(Protocol):
+    """What stands around the choices."""
+
+    def ending(self, entries: Sequence[InFlight]) -> bytes:
+        """Events after the last choice's end, [DONE] included."""
+
+
+class ChunkHeads(dict[int, bytes]):
+    """Bytes before a piece of n bytes: the chunk's size line (HTTP/1.1) and what stands before the text."""
+
+    def __init__(self, before: bytes, after: bytes, is_chunked: bool) -> None:
+        super().__init__()
+        self._before = before
+        self._fixed = len(before) + len(after)
+        self._is_chunked = is_chunked
+
+    def __missing__(self, length: int) -> bytes:
+        head = self._before
+        if self._is_chunked:
+            head = b"%x\r\n%b" % (self._fixed + length, self._before)
+        self[length] = head
+        return head
+
+
+class Choice:
+    """One completion of a streamed response."""
+
+    def __init__(
+        self, entry: InFlight, text: TextStream, pieces: Pieces, fmt: ChoiceFormat
+    ) -> None:
+        self.entry = entry
+        self.text = text
+        self.pieces = pieces
+        self.format = fmt
+        self.is_open = True
+        self.heads: ChunkHeads | None = None  # made when the pump may first write
+        self.waiting_text: list[str] = []  # for a congested client
+        self.waiting_ids: list[int] = []
+
+    def take(self) -> list[tuple[str, list[int]]]:
+        """What has come since the last call, token by token: (text, [id])."""
+        entry = self.entry
+        ids, entry.token_ids = entry.token_ids, []
+        taken = []
+        last = len(ids) - 1
+        for i, token_id in enumerate(ids):
+            has_text = not (entry.was_stop_token and i == last)
+            taken.append((self.text.feed(token_id) if has_text else "", [token_id]))
+        return taken
+
+
+class SseStream:
+    """Runs one streamed response. `choices` share one connection and one signal."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        client: WorkerClient,
+        config: HttpConfig,
+        signal: Signal,
+        choices: Sequence[Choice],
+        fmt: ResponseFormat,
+        headers: dict[str, str],
+    ) -> None:
+        self._request = request
+        self._client = client
+        self._config = config
+        self._signal = signal
+        self._choices = choices
+        self._format = fmt
+        self._is_chunked = request.version >= HttpVersion11
+        self._is_congested = False
+        self._waiting_bytes = 0
+        self._last_write = 0.0
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                **headers,
+            }
+        )
+        if not self._is_chunked:
+            self.response.force_close()
+
+    async def run(self) -> web.StreamResponse:
+        """Wait for the first token, answer 200, stream to the end. Raises ApiError before the 200 only."""
+        await self._first_word()
+        writer = await self.response.prepare(self._request)
+        transport = self._request.transport
+        if writer is None or transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        self._transport = transport
+        transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
+        self._bound_kernel_buffer(transport)
+        self._drain = writer.drain
+        opening = b"".join(choice.format.opening() for choice in self._choices)
+        await writer.write(opening or KEEP_ALIVE)  # the headers go with it
+        self._last_write = time.monotonic()
+        error = await self._stream()
+        tail = self._format.ending([choice.entry for choice in self._choices])
+        if error is not None:
+            tail = error.frame() + DONE
+        async with asyncio.timeout(self._config.slow_client_seconds):
+            await self.response.write(tail)
+            await self.response.write_eof()
+        return self.response
+
+    async def _first_word(self) -> None:
+        """Return when there is something to send: a token, an end, or a started request that takes long."""
+        while True:
+            entries = [choice.entry for choice in self._choices]
+            for entry in entries:
+                if entry.error is not None:
+                    raise entry.error
+            if any(entry.token_ids or entry.is_over for entry in entries):
+                return
+            wait_s = None
+            started = [entry.started.admitted_ns for entry in entries if entry.started is not None]
+            if started:
+                wait_s = min(started) / 1e9 + self._config.headers_after_s - time.monotonic()
+                if wait_s <= 0:
+                    return
+            await self._signal.wait(wait_s)
+
+    async def _stream(self) -> ApiError | None:
+        """Move tokens until every choice has ended; the error that ended it early, if one did."""
+        for choice in self._choices:
+            choice.entry.on_tokens = self._on_tokens
+            choice.entry.on_congested = self._congest
+        self._by_entry = {id(choice.entry): choice for choice in self._choices}
+        while True:
+            frames: list[bytes] = []
+            for choice in self._choices:
+                if choice.is_open:
+                    if choice.entry.error is not None:
+                        return choice.entry.error
+                    frames.append(self._advance(choice))
+            self._write(b"".join(frames))
+            if self._is_congested:
+                await self._relieve()
+                continue
+            still_open = [choice for choice in self._choices if choice.is_open]
+            if not still_open:
+                return None
+            for choice in still_open:
+                self._go_direct(choice)
+            if not await self._signal.wait(self._config.keep_alive_s):
+                newest = max(c.entry.last_written_ns for c in still_open) / 1e9
+                if time.monotonic() - max(newest, self._last_write) >= self._config.keep_alive_s:
+                    self._write(KEEP_ALIVE)
+
+    def _advance(self, choice: Choice) -> bytes:
+        """Events for what has come, the choice's end included."""
+        frames = [self._waiting_frame(choice)]
+        frames += [choice.format.delta(text, ids) for text, ids in choice.take()]
+        entry = choice.entry
+        if entry.finish is not None:
+            choice.is_open = False
+            frames.append(
+                choice.format.closing(choice.text.finish(entry.finish.keep_bytes), (), entry)
+            )
+        return b"".join(frames)
+
+    def _waiting_frame(self, choice: Choice) -> bytes:
+        if not choice.waiting_ids:
+            return b""
+        text, ids = "".join(choice.waiting_text), choice.waiting_ids
+        choice.waiting_text, choice.waiting_ids = [], []
+        return choice.format.delta(text, ids)
+
+    def _on_tokens(self, entry: InFlight) -> None:
+        """The pump has tokens that it could not write itself: one event for one record, or into what waits."""
+        if self._transport.is_closing():
+            self._client.abort(
+                entry
+            )  # a half-closed client is gone, though its handler is never cancelled
+            return
+        choice = self._by_entry[id(entry)]
+        taken = choice.take()
+        text = "".join(part for part, _ in taken)
+        ids = [token_id for _, part in taken for token_id in part]
+        if self._is_congested:
+            choice.waiting_text.append(text)
+            choice.waiting_ids += ids
+            self._waiting_bytes += len(text.encode())
+            if self._waiting_bytes > self._config.slow_client_bytes:
+                self._give_up("more waits for it than --slow-client-bytes")
+            self._show_waiting()
+            return
+        self._write(choice.format.delta(text, ids))
+        if not self._is_congested:
+            self._go_direct(choice)
+
+    def _go_direct(self, choice: Choice) -> None:
+        """Let the pump write this choice's plain tokens by itself."""
+        entry, around = choice.entry, choice.format.around_text
+        if around is None or entry.is_over or entry.is_aborted or not choice.text.is_plain:
+            return
+        if entry.tail == b"":
+            before, after = around
+            choice.heads = ChunkHeads(before, after, self._is_chunked)
+            entry.tail = after + (b"\r\n" if self._is_chunked else b"")
+            entry.pieces = choice.pieces
+            entry.transport = self._transport
+        entry.heads = choice.heads
+
+    def _write(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        now = time.monotonic_ns()
+        self._last_write = now / 1e9
+        for choice in self._choices:
+            choice.entry.last_written_ns = now
+        self._client.board.add("frames", data.count(b"\n\n"))
+        if self._transport.get_write_buffer_size():
+            self._congest()
+
+    def _congest(self) -> None:
+        """The transport did not take everything: from here on tokens wait as text."""
+        if self._is_congested:
+            return
+        self._is_congested = True
+        for choice in self._choices:
+            choice.entry.heads = None
+        if self._config.slow_client == "drop":
+            self._give_up("it does not keep up, and --slow-client is drop")
+        self._signal.set()
+
+    async def _relieve(self) -> None:
+        """Wait until the client has read what was written, as long as it may take."""
+        is_blocking = self._config.slow_client == "block"
+        still_open = [choice.entry for choice in self._choices if choice.is_open]
+        if is_blocking:
+            for entry in still_open:
+                self._client.set_paused(entry, True)
+        try:
+            async with asyncio.timeout(self._config.slow_client_seconds):
+                await self._drain()
+        except TimeoutError:
+            self._give_up("it has read nothing for --slow-client-seconds")
+            raise ConnectionResetError("the client was too slow") from None
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        self._is_congested = False
+        self._waiting_bytes = 0
+        self._show_waiting()
+        if is_blocking:
+            for entry in still_open:
+                self._client.set_paused(entry, False)
+
+    def _give_up(self, reason: str) -> None:
+        """Close the connection of a client that is too slow. Its handler is cancelled by that, and aborts its requests."""
+        log.warning(
+            "request %016x: its client is too slow (%s): closed",
+            self._choices[0].entry.req_id,
+            reason,
+        )
+        self._client.board.add("num_slow_clients")
+        for choice in self._choices:
+            self._client.abort(choice.entry)
+        self._transport.abort()
+
+    def _show_waiting(self) -> None:
+        board = self._client.board
+        board["mailbox_bytes"] = self._waiting_bytes
+        board["mailbox_high_water_bytes"] = max(
+            self._waiting_bytes, board["mailbox_high_water_bytes"]
+        )
+
+    def _bound_kernel_buffer(self, transport: asyncio.Transport) -> None:
+        sock = transport.get_extra_info("socket")
+        if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        # A proxy's or sandbox's socket may not know the options: the bounds in user space still hold.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
+            timeout_ms = int(self._config.slow_client_seconds * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

@@ -1,0 +1,104 @@
+"""Chat templates: messages to prompt text, in jinja2's sandbox, as transformers renders them.
+
+Owns: the compiled template. Never: invents one for a model that has none. Errors of a template are the client's to read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from shmserve.http.errors import ApiError
+
+
+class TemplateError(ValueError):
+    """The template itself cannot be compiled: the operator's fault, at start."""
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    # jinja2's own tojson escapes for HTML, which no prompt wants.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _strftime_now(fmt: str) -> str:
+    return datetime.datetime.now().strftime(fmt)
+
+
+class ChatTemplate:
+    """A compiled chat template. Raises TemplateError if it cannot be compiled. Any thread may render."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template cannot be compiled: {error}") from None
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. Raises ApiError 400 with the template's own message."""
+        try:
+            return self._template.render(
+                {
+                    **self._special_tokens,
+                    **(kwargs or {}),
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ApiError(
+                400,
+                f"The chat template refused the messages: {error}",
+                param="messages",
+                code="template_error",
+            ) from None
+
+
+def continued_prompt(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]
+) -> str:
+    """The prompt that ends inside the last message, so that the answer goes on with it.
+
+    The last message is rendered with a marker behind its text; the prompt is what stands before the marker.
+    """
+    text = messages[-1].get("content") or ""
+    marker = "\x00shmserve-continues-here\x00"
+    last = {**messages[-1], "content": text + marker}
+    rendered = template.render([*messages[:-1], last], add_generation_prompt=False, kwargs=kwargs)
+    before, found, _ = rendered.rpartition(marker)
+    if not found:
+        raise ApiError(
+            400,
+            "The chat template does not show the last message's text, so it cannot be continued.",
+            param="continue_final_message",
+            code="template_error",
+        )
+    if text and not before.endswith(text):  # the template strips blanks at the end: put them back
+        before = (
+            before[: before.rfind(text.rstrip()) + len(text.rstrip())] + text[len(text.rstrip()) :]
+        )
+    return before

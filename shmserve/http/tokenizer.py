@@ -1,0 +1,66 @@
+"""Text to token ids, off the event loop when it takes long.
+
+Owns: the tokenizer, its threads, and the shared tables of text pieces. Never: decodes (`detokenizer.py` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shmserve.http.detokenizer import Pieces
+from shmserve.models import PreparedModel
+
+INLINE_CHARS: Final = 2_000
+"""A text this short is encoded in a fraction of a millisecond: less than a thread's round trip costs the loop."""
+
+
+class Tokenizer:
+    """The model's tokenizer. `encode` is called on the event loop."""
+
+    def __init__(self, model: PreparedModel, num_threads: int) -> None:
+        self._tokenizer = model.tokenizer()
+        # Template and clients write special tokens as text; whether they count as such is the template's business.
+        self._bos = (
+            [model.bos_token_id] if model.add_bos_token and model.bos_token_id is not None else []
+        )
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        table = model.token_bytes().table()
+        self.vocab_size = model.vocab_size
+        self.special_tokens = {
+            name: self._tokenizer.id_to_token(token_id) or ""
+            for name, token_id in (
+                ("bos_token", model.bos_token_id),
+                ("eos_token", model.eos_token_ids[0] if model.eos_token_ids else None),
+                ("pad_token", model.pad_token_id),
+                ("unk_token", model.unk_token_id),
+            )
+            if token_id is not None
+        }
+        self.pieces = Pieces(table, frozenset(model.special_token_ids))
+        self.pieces_with_special = Pieces(table, frozenset())
+
+    def pieces_for(self, skip_special_tokens: bool) -> Pieces:
+        return self.pieces if skip_special_tokens else self.pieces_with_special
+
+    async def encode(self, text: str, *, add_bos: bool) -> npt.NDArray[np.int32]:
+        """Token ids of `text`, with BOS in front if the model wants one and `add_bos` says that nobody wrote it yet."""
+        if len(text) <= INLINE_CHARS:
+            ids = self._encode(text)
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._encode, text
+            )
+        if add_bos and self._bos:
+            ids = np.concatenate([np.array(self._bos, np.int32), ids])
+        return ids
+
+    def _encode(self, text: str) -> npt.NDArray[np.int32]:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

