@@ -97,7 +97,8 @@ def _take(directory: str, name: str) -> InstanceLock:
     while (alive := _held_segments(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
     if alive:
-        lock.abandon()
+        # What a killed holder wrote must stay: its epoch still guards its names.
+        (lock.abandon if lock.former.epoch else lock.release)()
         raise InstanceError(
             f"processes of a former run still hold {SHM_DIR}{alive[0]} of instance {name!r}; "
             "end them (fuser shows them) or choose another --instance"

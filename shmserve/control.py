@@ -65,7 +65,11 @@ class ControlLink:
             return cls(socket.socket(fileno=int(rest)))
         if kind == "unix" and rest:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sock.connect(rest)
+            try:
+                sock.connect(rest)
+            except OSError:
+                sock.close()
+                raise
             return cls(sock)
         raise ControlError(f"--control must be fd:N or unix:PATH, got {spec!r}")
 

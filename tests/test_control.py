@@ -65,7 +65,7 @@ def test_end_of_file_is_none_after_the_last_message(
 
 
 def test_nothing_there_would_block(links: tuple[ControlLink, ControlLink]) -> None:
-    ours, theirs = links
+    _, theirs = links
     theirs.set_nonblocking()
     with pytest.raises(BlockingIOError):
         theirs.receive()

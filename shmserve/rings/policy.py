@@ -141,9 +141,10 @@ class RingWriter:
     def keep(self, key: int, unit: bytes) -> None:
         """Write a unit (whole slots) now, or when credits come: it is never dropped. The caller bounds how many such units there can be."""
         num_slots = len(unit) // self.producer.slot_size
-        if key not in self._backlog and self.producer.try_write(unit, num_slots):
+        if not self._backlog and self.producer.try_write(unit, num_slots):
             return
         self._append(key, bytearray(unit), num_slots)
+        self.flush()  # in its turn: credits that came meanwhile belong to those who waited longer
         self._show()
 
     def cancel(self, key: int) -> int:

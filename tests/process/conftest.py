@@ -166,6 +166,28 @@ def start(
         assert server.segments() == [], f"segments left behind:\n{server.output()}"
 
 
+@pytest.fixture
+def serve(
+    environ: dict[str, str], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Server]]:
+    """Starts `shmserve start` as a user does, with the simulated runner: serve(*flags). At the end nothing may be left."""
+    servers: list[Server] = []
+
+    def launch(*flags: str, name: str = "", wrapper: Sequence[str] = ()) -> Server:
+        name = name or f"test-{os.getpid()}-real-{len(servers)}"
+        argv = [*wrapper, sys.executable, "-m", "shmserve", "start", "--runner=simulated"]
+        argv += [f"--instance={name}", *([] if "--port" in flags else ["--port=0"]), *flags]
+        servers.append(Server(argv, environ, name))
+        return servers[-1]
+
+    yield launch
+    for server in servers:
+        _end(server)
+    for server in servers:
+        assert server.segments() == [], f"segments left behind:\n{server.output()}"
+        assert "Traceback" not in server.output(), server.output()
+
+
 def _end(server: Server) -> None:
     """End what a failed test left running: the session that we made for it."""
     if server.process.poll() is None:
@@ -184,3 +206,70 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+class Stream:
+    """One SSE response, read by hand."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+        self._response = connection.getresponse()
+        assert self._response.status == 200, self._response.read()
+
+    def _data(self) -> Iterator[str]:
+        for line in self._response:
+            if line.startswith(b"data: "):
+                yield line[6:].decode().strip()
+
+    def wait_first(self) -> str:
+        """The first event."""
+        return next(self._data())
+
+    def rest(self) -> list[str]:
+        """The data of all events that are left."""
+        texts = list(self._data())
+        self._connection.close()
+        return texts
+
+
+class Client:
+    """The requests that the tests need, on connections of their own."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request(method, path, json.dumps(body) if body else None, headers)
+        return connection
+
+    def get(self, path: str) -> http.client.HTTPResponse:
+        """The response, its body read. A connection that breaks under it is tried again: a front end may just have died."""
+        while True:
+            try:
+                connection = self._request("GET", path)
+                response: http.client.HTTPResponse = connection.getresponse()
+                response.read()
+                connection.close()
+                return response
+            except (ConnectionResetError, http.client.BadStatusLine):
+                time.sleep(0.02)
+
+    def stream(self, **fields: Any) -> Stream:
+        body = {"prompt": "Once upon a time", "stream": True} | fields
+        return Stream(self._request("POST", "/v1/completions", body))
+
+    def complete(self, **fields: Any) -> tuple[int, bytes]:
+        """(status, body) of a plain completion."""
+        connection = self._request("POST", "/v1/completions", {"prompt": "Once"} | fields)
+        response = connection.getresponse()
+        body = response.read()
+        connection.close()
+        return response.status, body
+
+
+@pytest.fixture
+def client() -> Callable[[Server], Client]:
+    """client(server): asks a real front end."""
+    return lambda server: Client(server.port())

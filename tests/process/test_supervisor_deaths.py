@@ -18,11 +18,11 @@ def test_killed_worker_is_told_and_replaced_on_a_new_channel(start: Start, until
     server = start()
     before = server.wait_ready()
     http, worker = server.pids()
-    told = server.told()
     os.kill(worker, signal.SIGKILL)
-    until(lambda: server.told()["states"][-1] == "ready" != told["states"], "a new worker")
-    until(lambda: server.pids("worker")[0] not in (0, worker), "the new worker's pid")
-    until(lambda: server.status()["state"] == "ready", "ready again")
+    until(lambda: "dead" in server.told()["states"], "the news")
+    until(lambda: server.told()["states"][-1] == "ready", "a new worker")
+    until(lambda: "0-0" in server.told()["channels"], "a new channel")
+    assert server.pids("worker")[0] not in (0, worker)
     told = server.told()
     assert server.pids("http") == [http]
     assert told["states"][told["states"].index("dead") :] == ["dead", "loading", "loading", "ready"]

@@ -357,14 +357,17 @@ def test_new_unit_is_refused_while_an_older_one_waits_even_if_it_would_fit(coale
     assert marks(ring.read()) == [FILLING[3], (1, 0), (1, 1), (2, 0)]
 
 
-def test_kept_unit_follows_the_pending_records_of_its_key(coalescing, ring):
+def test_kept_unit_goes_behind_everything_that_waits(coalescing, ring):
     fill(coalescing)
     write(coalescing, (1, 0))
+    coalescing.keep(2, note(2, 0) + note(2, 1))
+    ring.read(2)
+    coalescing.keep(3, note(3, 0))  # a slot is free after (1, 0), but key 2 has waited longer
+    assert coalescing.pending_keys == [2, 3]
     ring.read()
-    coalescing.keep(1, note(1, 1))  # there is room, but (1, 0) must go first
-    assert ring.words[L.W_WRITE_CURSOR] == 4
-    coalescing.flush()
-    assert marks(ring.read()) == [(1, 0), (1, 1)]
+    coalescing.keep(3, note(3, 1))
+    assert not coalescing.is_starved  # credits are looked for at once
+    assert marks(ring.read()) == [(2, 0), (2, 1), (3, 0), (3, 1)]
 
 
 # Dropping

@@ -82,6 +82,7 @@ class Tokens:
         self.keys = np.zeros(self.NUM_LIVE, np.uint64)
         self.indices = np.zeros(self.NUM_LIVE, np.uint64)
         self.lengths = np.zeros(self.NUM_LIVE, np.uint64)
+        self.choices = self.rng.integers(1, 400, 2**16).tolist()
         for place in range(self.NUM_LIVE):
             self.begin(place)
         self.offered_records = self.offered_tokens = self.dropped_tokens = 0
@@ -89,7 +90,7 @@ class Tokens:
 
     def begin(self, place: int) -> None:
         self.keys[place], self.indices[place] = self.next_key, 0
-        self.lengths[place] = self.rng.integers(1, 400)
+        self.lengths[place] = self.choices[self.next_key % len(self.choices)]
         self.next_key += 1
 
     def end(self, place: int, *, is_dropped: bool) -> None:
@@ -119,14 +120,16 @@ class Tokens:
         dropped = set(self.writer.write(memoryview(batch.view(np.uint8)), names))
         self.offered_records += len(names)
         self.offered_tokens += int(counts.sum())
-        for place, key, count in zip(places.tolist(), names, counts.tolist(), strict=True):
-            if key in dropped:
-                self.dropped_tokens += count
+        if dropped:
+            lost = np.isin(keys, np.array(list(dropped), np.uint64))
+            self.dropped_tokens += int(counts[lost].sum())
+            for place in places[lost].tolist():
                 self.end(place, is_dropped=True)
-                continue
-            self.indices[place] += np.uint64(count)
-            if self.indices[place] == self.lengths[place]:
-                self.end(place, is_dropped=False)
+            places, counts = places[~lost], counts[~lost]
+            self.ring.wait_credits(0.001)  # a step takes its time
+        self.indices[places] += counts
+        for place in places[self.indices[places] == self.lengths[places]].tolist():
+            self.end(place, is_dropped=False)
         # As in the product: what must not be dropped is bounded by the table, here by waiting.
         while len(self.writer.pending_keys) > 2 * self.NUM_LIVE:
             assert self.ring.wait_credits(30.0), "the reader has stopped"
@@ -151,7 +154,7 @@ def produce_tokens(ring: Ring, policy: str, seed: int, num_records: int) -> dict
     for place in range(tokens.NUM_LIVE):
         tokens.end(place, is_dropped=False)
     num_keys = tokens.next_key - tokens.NUM_LIVE  # those begun by the last ends have had nothing
-    writer.keep(LAST_KEY, pack_finish(TokenKind.READY, LAST_KEY, time_ns=0, step=0))
+    writer.keep(LAST_KEY, pack_finish(TokenKind.READY, LAST_KEY, time_ns=0, step=0))  # behind all
     drain(writer, ring)
     return {
         "offered_records": tokens.offered_records,
@@ -299,8 +302,8 @@ class UnitCheck:
         return self.num_slots * UNIT_DTYPE.itemsize
 
 
-def consume(ring: Ring, check: TokenCheck | UnitCheck, seed: int) -> dict[str, int]:
-    """Handle a random part of what is owed, then sleep a little: slower than any writer, so the ring is full."""
+def consume(ring: Ring, check: TokenCheck | UnitCheck, seed: int, patience: int) -> dict[str, int]:
+    """Wait a little for a full ring, then handle a random part of it; a nap of 8 ms now and then."""
     consumer = ring.consumer()
     choose = random.Random(seed)
     poll = select.poll()
@@ -308,10 +311,18 @@ def consume(ring: Ring, check: TokenCheck | UnitCheck, seed: int) -> dict[str, i
     size = consumer.slot_size
     log, num_checked = bytearray(), 0
     is_done = False
+    num_rounds = num_full = 0
     while not is_done:
         if not consumer.owed:
             assert poll.poll(30_000), "the writer has stopped"
-        left = min(consumer.poll(), choose.randint(1, ring.capacity))
+        time.sleep(0.008 if choose.random() < 0.002 else 0.0001)
+        for _ in range(patience):
+            if consumer.poll() > ring.capacity - 8:
+                break
+            time.sleep(0.0001)
+        num_rounds += 1
+        num_full += consumer.poll() > ring.capacity - 8  # less than the largest unit is free
+        left = min(consumer.owed, choose.randint(1, ring.capacity))
         while left:
             view = consumer.view(left)
             log += view
@@ -322,19 +333,17 @@ def consume(ring: Ring, check: TokenCheck | UnitCheck, seed: int) -> dict[str, i
             upto = check.check(bytes(log)) - num_checked
             num_checked += upto
             del log[:upto]
-        time.sleep(0.008 if choose.random() < 0.002 else 0.0001)
     assert not log and not consumer.owed and not consumer.poll()
-    return {
-        name: value for name, value in vars(check).items() if name.startswith(("num_", "largest"))
-    }
+    seen = {k: v for k, v in vars(check).items() if k.startswith(("num_", "largest"))}
+    return {**seen, "num_rounds": num_rounds, "num_full": num_full}
 
 
 def main(role: str, name: str, fds: str, *args: str) -> None:
     ring = Ring.from_fds(name, 1, [int(fd) for fd in fds.split(",")])
     if role == "consume_tokens":
-        answer = consume(ring, TokenCheck(), int(args[0]))
+        answer = consume(ring, TokenCheck(), int(args[0]), int(args[1]))
     elif role == "consume_units":
-        answer = consume(ring, UnitCheck(), int(args[0]))
+        answer = consume(ring, UnitCheck(), int(args[0]), int(args[1]))
     else:
         produce = {"produce_tokens": produce_tokens, "produce_units": produce_units}[role]
         answer = produce(ring, args[0], int(args[1]), int(args[2]))

@@ -44,11 +44,11 @@ def run_sides():
         children.append(child)
         return child
 
-    def run(kind, slot_size, policy, seed, amount):
+    def run(kind, slot_size, policy, seed, amount, patience=2):
         ring = Ring.create(f"/shmserve.{instance}.1.0-0.{kind}", RingShape(slot_size, CAPACITY), 1)
         try:
             view = RingView(ring.segment.name)
-            reader = start(ring, f"consume_{kind}", seed + 1)
+            reader = start(ring, f"consume_{kind}", seed + 1, patience)
             writer = start(ring, f"produce_{kind}", policy, seed, amount)
             said, _ = writer.communicate()
             assert writer.returncode == 0
@@ -85,24 +85,28 @@ def test_coalescing_loses_nothing(run_sides):
     said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "coalesce", 11, 1_000_000)
     check_tokens(said, seen, words)
     assert words["dropped"] == words["blocked_ns"] == said["dropped_tokens"] == 0
-    assert words["coalesced"] > said["offered_records"] // 4  # it was full most of the time
+    assert words["coalesced"] > said["offered_records"] // 20
+    assert seen["num_full"] > seen["num_rounds"] // 2
     assert seen["largest"] == 8
 
 
 def test_blocking_loses_nothing(run_sides):
-    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "block", 22, 1_000_000)
+    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "block", 22, 1_000_000, patience=0)
     check_tokens(said, seen, words)
     assert words["dropped"] == said["dropped_tokens"] == 0
-    assert words["blocked_ns"] > 0
+    assert (
+        words["blocked_ns"] > 0
+    )  # a batch needs more room than one slot, so the ring itself is seldom quite full
     assert words["coalesced"] > 0  # the reader's naps are longer than the deadline
 
 
 def test_dropping_ends_a_request_and_never_leaves_a_hole(run_sides):
-    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "drop", 33, 1_000_000)
+    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "drop", 33, 750_000)
     check_tokens(said, seen, words)
     assert words["coalesced"] == words["blocked_ns"] == 0
     assert words["dropped"] == said["num_dropped_keys"] > said["offered_records"] // 100
     assert said["num_keys"] > said["num_dropped_keys"]  # others came to their end meanwhile
+    assert seen["num_full"] > seen["num_rounds"] // 2
 
 
 def check_units(said, seen, words):
@@ -111,12 +115,13 @@ def check_units(said, seen, words):
     assert seen["num_units"] == said["accepted"]
     assert seen["num_slots"] == said["accepted_slots"] + 1 == words["write_cursor"]
     assert words["coalesced"] == words["dropped"] == 0
+    assert seen["num_full"] > seen["num_rounds"] // 2
 
 
 def test_units_that_were_refused_at_once_were_not_written_and_all_others_were(run_sides):
     said, seen, words = run_sides("units", 64, "refuse", 44, 250_000)
     check_units(said, seen, words)
-    assert said["refused"] > said["accepted"] // 4
+    assert said["refused"] > said["accepted"] // 20
     assert said["kept"] > 1000
 
 
