@@ -331,7 +331,7 @@ def pack_submit(request: Submit) -> tuple[bytes, int]:
     if p.stop_token_ids:
         parts.append(_section(Section.STOP_IDS, np.array(p.stop_token_ids, "<i4").tobytes()))
     if p.logit_bias:
-        pairs = np.array(p.logit_bias, [("id", "<i4"), ("bias", "<f4")])
+        pairs = np.array(list(p.logit_bias), [("id", "<i4"), ("bias", "<f4")])
         parts.append(_section(Section.LOGIT_BIAS, pairs.tobytes()))
     if request.cache_salt:
         parts.append(_section(Section.CACHE_SALT, request.cache_salt))

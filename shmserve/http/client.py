@@ -252,18 +252,18 @@ class WorkerClient:
         req_id = (next(self._generations) & 0xFF_FFFF_FFFF) << 24 | self._http_index << 16 | slot
         entry = InFlight(req_id, index, link, signal, arrival_ns)
         entry.submitted_ns = time.monotonic_ns()
-        record, num_slots = pack_submit(
-            Submit(
-                req_id=req_id,
-                prompt_ids=prompt_ids,
-                params=params,
-                arrival_ns=arrival_ns,
-                submitted_ns=entry.submitted_ns,
-                digest=digest,
-            )
-        )
         self.in_flight[req_id] = link.in_flight[req_id] = entry
         try:
+            record, num_slots = pack_submit(
+                Submit(
+                    req_id=req_id,
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    arrival_ns=arrival_ns,
+                    submitted_ns=entry.submitted_ns,
+                    digest=digest,
+                )
+            )
             await link.submit(entry, record, num_slots)
         except BaseException:
             self.forget(entry)

@@ -123,7 +123,7 @@ class Scheduler:
             rows = self._decode_rows
             if rows is None:
                 rows = self._decode_rows = np.array(
-                    [s.row for s in self.running if not s.is_paused and self._prefill_left(s) == 0],
+                    [s.row for s in self.running if not (s.is_paused or s.is_prefilling)],
                     np.int32,
                 )
             columns = self.columns
@@ -155,9 +155,8 @@ class Scheduler:
             if sequence.is_paused:
                 continue
             needed = self._blocks_for(len(sequence.token_ids))
-            return (
-                sequence if needed <= self.blocks.num_free else None
-            )  # first in line: nobody passes
+            # First in line: nobody passes it while it waits for blocks.
+            return sequence if needed <= self.blocks.num_free else None
         return None
 
     def _blocks_for(self, num_tokens: int) -> int:
