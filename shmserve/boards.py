@@ -90,7 +90,7 @@ WORKER_BOARD: Final = BoardSpec(
         "prefix_hit_tokens",
         "coalesced_tokens",
     ),
-    histograms={"step_us": STEP_BOUNDS_US},
+    histograms={"step_us": STEP_BOUNDS_US, "itl_engine_us": ITL_BOUNDS_US},
 )
 
 HTTP_BOARD: Final = BoardSpec(
@@ -120,7 +120,6 @@ HTTP_BOARD: Final = BoardSpec(
         "hop_write_us": HOP_BOUNDS_US,  # framed -> written
         "queue_us": REQUEST_BOUNDS_US,
         "ttft_us": REQUEST_BOUNDS_US,
-        "itl_engine_us": ITL_BOUNDS_US,
         "itl_wire_us": ITL_BOUNDS_US,
         "e2e_us": REQUEST_BOUNDS_US,
     },

@@ -192,8 +192,8 @@ class Supervisor:
             return
         self._set_state("draining", STOPPING=1, STATUS="draining")
         self._wiring.board["draining"] = 1
-        in_flight = self._crew.num_in_flight()
-        self._report.say(f"draining, {in_flight} in flight" if in_flight else "stopping")
+        timeout_s = self.config.drain_timeout_s
+        self._report.say(f"draining: requests in flight get {timeout_s:g} s; once more ends now")
         self._crew.drain()
         self._loop.after(self.config.drain_timeout_s, self._end_drain)
         self.crew_changed()

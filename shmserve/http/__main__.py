@@ -25,12 +25,14 @@ from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
+from shmserve.http.turnstile import Turnstile
 from shmserve.models import PreparedModel
 from shmserve.rings.channel import Channel
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+ACCEPTS_PER_TURN = 4
 
 
 class HttpProcess:
@@ -61,6 +63,7 @@ class HttpProcess:
                 config.worker.max_num_seqs * config.num_workers,
                 config.http.max_queued_requests,
             ),
+            turnstile=Turnstile(),
             board=joined.board,
             started_at=int(time.time()),
         )
@@ -85,7 +88,9 @@ class HttpProcess:
         )
         await runner.setup()
         for sock in self._sockets:
-            await web.SockSite(runner, sock, backlog=self.joined.config.http.backlog).start()
+            # asyncio accepts as many connections in one turn as the backlog says: a burst would hold the loop.
+            await web.SockSite(runner, sock, backlog=ACCEPTS_PER_TURN).start()
+            sock.listen(self.joined.config.http.backlog)  # the kernel's own queue stays long
         self._show(Phase.IDLE)
         self.joined.link.send({"type": "ready", "info": {}})
         await self._stopped.wait()

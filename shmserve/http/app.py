@@ -70,7 +70,9 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
         async def handle(request: web.Request) -> web.StreamResponse:
             front.board.add("num_requests")
             try:
-                return await handler(front, request, await request.read())
+                body = await request.read()
+                await front.turnstile.turn()
+                return await handler(front, request, body)
             except ApiError as error:
                 front.board.add("num_errors")
                 raise error

@@ -272,7 +272,7 @@ class WorkerClient:
 
     def abort(self, entry: InFlight) -> None:
         """Nobody wants this entry's output any more. It leaves the table at its FINISH."""
-        entry.heads = None
+        entry.direct = None
         entry.on_tokens = None
         entry.token_ids = []
         if entry.is_over or entry.is_aborted:

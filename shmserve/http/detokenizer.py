@@ -31,32 +31,28 @@ def escape(text: str) -> bytes:
     return data
 
 
-class Pieces:
-    """Token id -> its text, JSON-escaped, for tokens that are whole characters by themselves; filled as tokens are seen.
+def _piece(data: bytes) -> bytes:
+    try:
+        return escape(data.decode())
+    except UnicodeDecodeError:
+        return b""
 
-    An empty piece means: not by itself (part of a character, or no text at all).
+
+class Pieces:
+    """Token id -> its text, JSON-escaped, for tokens that are whole characters by themselves (`direct`).
+
+    An empty piece means: not by itself (part of a character, or no text at all). Filled at start, 2 us a token: filled as
+    tokens are first seen, a large vocabulary would keep a busy front end on the slow path for minutes.
     """
 
-    __slots__ = ("_bytes", "_cache", "_silent")
+    __slots__ = ("_bytes", "_silent", "direct")
 
     def __init__(self, token_bytes: list[bytes], silent_ids: frozenset[int]) -> None:
         self._bytes = token_bytes
         self._silent = silent_ids
-        self._cache: list[bytes | None] = [None] * len(token_bytes)
-
-    def __getitem__(self, token_id: int) -> bytes:
-        piece = self._cache[token_id]
-        if piece is None:
-            piece = self._cache[token_id] = self._make(token_id)
-        return piece
-
-    def _make(self, token_id: int) -> bytes:
-        if token_id in self._silent:
-            return b""
-        try:
-            return escape(self._bytes[token_id].decode())
-        except UnicodeDecodeError:
-            return b""
+        self.direct = [_piece(data) for data in token_bytes]
+        for token_id in silent_ids:
+            self.direct[token_id] = b""
 
     def raw(self, token_id: int) -> bytes:
         """The token's bytes as they count in the text; nothing for a special token that is skipped."""

@@ -24,6 +24,7 @@ from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
+from shmserve.http.turnstile import Turnstile
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.rings.board import Board
@@ -42,6 +43,7 @@ class FrontEnd:
     template: ChatTemplate | None
     client: WorkerClient
     admission: Admission
+    turnstile: Turnstile
     board: Board
     started_at: int  # wall clock, s: the "created" of the model
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from shmserve.boards import label_of
 from shmserve.http.front_end import FrontEnd
 from shmserve.rings.board import BoardReader
+from shmserve.rings.segment import SegmentError
 
 
 class Boards:
@@ -27,7 +28,10 @@ class Boards:
         old = self.readers.pop((role, index), None)
         if old is not None:
             old.close()
-        self.readers[(role, index)] = BoardReader.attach(name)
+        try:
+            self.readers[(role, index)] = BoardReader.attach(name)
+        except SegmentError:
+            return  # its process ended since it was announced: the next one brings a board of its own
 
     def phase_of(self, role: str, index: int) -> tuple[str, float]:
         """(what it is doing, for how many seconds); ("unknown", 0) if it has no board."""

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from shmserve.http.errors import ApiError
 from shmserve.wire import FinishRecord
 
 if TYPE_CHECKING:
     from shmserve.http.client import WorkerLink
-    from shmserve.http.detokenizer import Pieces
     from shmserve.http.stream import ChunkHeads
+
+Direct: TypeAlias = (
+    "tuple[ChunkHeads, list[bytes], bytes, Callable[[bytes], None], Callable[[], int]]"
+)
+"""What a plain token needs on its way to the socket: bytes before a piece by its length, the pieces by token id, bytes behind;
+the transport's write and get_write_buffer_size."""
 
 
 class Signal:
@@ -48,36 +53,37 @@ class Signal:
         return was_set
 
 
+def _never() -> None:
+    raise AssertionError("only a running stream is written to directly")
+
+
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
 class InFlight:
-    """`token_ids` and `times_ns` are what came and is not yet taken; the fields of the fast path are set while the pump may
-    write plain tokens straight to the transport: `heads` is None while it may not."""
+    """`token_ids` are those that came and are not yet taken. `direct` is what the pump needs to write plain tokens straight to
+    the transport, and None while it may not."""
 
     __slots__ = (
         "arrival_ns",
+        "direct",
         "error",
         "finish",
-        "heads",
+        "has_tokens",
         "index",
         "is_aborted",
         "is_submitted",
-        "last_time_ns",
         "last_written_ns",
         "link",
         "on_congested",
         "on_tokens",
-        "pieces",
         "req_id",
         "signal",
         "started",
         "submitted_ns",
-        "tail",
         "token_ids",
-        "transport",
         "was_stop_token",
     )
 
@@ -97,15 +103,13 @@ class InFlight:
         self.error: ApiError | None = None
         self.token_ids: list[int] = []
         self.was_stop_token = False  # the last token ended the request and has no text
-        self.last_time_ns = 0  # of the newest token, sampled
+        self.has_tokens = False  # the first one has come
         self.last_written_ns = 0  # of the newest frame, written
-        # The fast path, owned by stream.py.
-        self.heads: ChunkHeads | None = None
-        self.tail = b""
-        self.pieces: Pieces | None = None
-        self.transport: asyncio.Transport | None = None
+        self.direct: Direct | None = None  # owned by stream.py
         self.on_tokens: Callable[[InFlight], None] | None = None  # slow path of a running stream
-        self.on_congested: Callable[[], None] | None = None
+        self.on_congested: Callable[[], None] = (
+            _never  # the transport did not take all of a direct write
+        )
 
     @property
     def is_over(self) -> bool:
@@ -116,5 +120,5 @@ class InFlight:
         """The end, without a FINISH: the channel is gone."""
         if not self.is_over:
             self.error = error
-            self.heads = None
+            self.direct = None
             self.signal.set()

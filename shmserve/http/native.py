@@ -166,6 +166,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
                 request,
                 front.client,
                 front.config.http,
+                front.turnstile,
                 generation.signal,
                 choices,
                 _Ending(),

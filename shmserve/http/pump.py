@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
@@ -75,10 +76,9 @@ class Pump:
         self._loop = asyncio.get_running_loop()
         self._is_scheduled = False
         self._messages: dict[int, str] = {}
-        self._hops: list[tuple[_U8, _U4, int, list[int], list[int]]] = []
-        self._num_hops = 0
-        self._itl_engine: list[int] = []
-        self._itl_wire: list[int] = []
+        self._turns: list[tuple[_U8, _U4, int, int]] = []  # times, delays, popped, tokens written
+        self._written = array("q")
+        self._itl_wire = array("q")
         self._w_frames = board.cell("frames")
         self._w_tokens = board.cell("tokens")
         self._loop.add_reader(ring.data.fd, self._on_readable)
@@ -125,64 +125,63 @@ class Pump:
         now = time.monotonic_ns
         popped = now()
         records = np.frombuffer(view, _COLUMNS)
-        framed: list[int] = []
-        written: list[int] = []
-        itl_engine, itl_wire = self._itl_engine, self._itl_wire
+        written = self._written
+        before = len(written)
+        add_written, add_itl = written.append, self._itl_wire.append
         get = self._entries.get
-        direct: list[int] = []
+        skipped: list[int] = []
         slow_tokens = 0
-        for i, (req_id, time_ns, meta, token_id) in enumerate(
-            zip(
-                records["req_id"].tolist(),
-                records["time_ns"].tolist(),
-                records["meta"].tolist(),
-                records["token_id"].tolist(),
-                strict=True,
-            )
+        for i, req_id, meta, token_id in zip(
+            range(count),
+            records["req_id"].tolist(),
+            records["meta"].tolist(),
+            records["token_id"].tolist(),
+            strict=True,
         ):
             entry = get(req_id)
-            if entry is None:
-                self.num_stale += req_id != 0
-                continue
-            if meta == _PLAIN and (heads := entry.heads) is not None:
-                piece = entry.pieces[token_id]  # type: ignore[index]  # set with heads
-                if piece:
-                    frame = heads[len(piece)] + piece + entry.tail
-                    framed.append(now())
-                    transport = entry.transport
-                    transport.write(frame)  # type: ignore[union-attr]  # set with heads
-                    at = now()
-                    written.append(at)
-                    direct.append(i)
-                    itl_engine.append(time_ns - entry.last_time_ns)
-                    itl_wire.append(at - entry.last_written_ns)
-                    entry.last_time_ns = time_ns
-                    entry.last_written_ns = at
-                    if transport.get_write_buffer_size():  # type: ignore[union-attr]
-                        entry.on_congested()  # type: ignore[misc]
-                    continue
-            try:
-                slow_tokens += self._slow(
+            if entry is not None:
+                if meta == _PLAIN and (direct := entry.direct) is not None:
+                    heads, pieces, tail, write, buffered = direct
+                    piece = pieces[token_id]
+                    if piece:
+                        write(heads[len(piece)] + piece + tail)
+                        at = now()
+                        add_written(at)
+                        add_itl(at - entry.last_written_ns)
+                        entry.last_written_ns = at
+                        if buffered():
+                            entry.on_congested()
+                        continue
+                slow_tokens += self._guarded(
                     entry, view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES]
                 )
-            except Exception:
-                log.exception("request %016x: its record could not be handled", req_id)
-                entry.link.abort(entry)
-                entry.fail(ApiError(500, "The server could not handle the model's output."))
+            else:
+                self.num_stale += req_id != 0  # READY has no request
+            skipped.append(i)
+        num_direct = len(written) - before
         words = self._board.words
-        words[self._w_tokens] += len(written) + slow_tokens
-        if written:
-            words[self._w_frames] += len(written)
-            chosen = records if len(written) == count else records[direct]
+        words[self._w_tokens] += num_direct + slow_tokens
+        if num_direct:
+            words[self._w_frames] += num_direct
+            chosen = np.delete(records, skipped) if skipped else records
             times = (chosen["time_ns"].copy(), chosen["delay_us"].copy())
-            self._hops.append((*times, popped, framed, written))
-            self._num_hops += len(written)
-            if self._num_hops >= FOLD_AFTER:
+            self._turns.append((*times, popped, num_direct))
+            if len(written) >= FOLD_AFTER:
                 self.fold()
             del chosen
         del records
         view.release()
         consumer.release(count)
+
+    def _guarded(self, entry: InFlight, slot: memoryview) -> int:
+        """`_slow`, and whatever goes wrong in it ends this request only."""
+        try:
+            return self._slow(entry, slot)
+        except Exception:
+            log.exception("request %016x: its record could not be handled", entry.req_id)
+            entry.link.abort(entry)
+            entry.fail(ApiError(500, "The server could not handle the model's output."))
+            return 0
 
     def _slow(self, entry: InFlight, slot: memoryview) -> int:
         """Any record that is not a plain token on a stream that keeps up; the number of tokens in it."""
@@ -190,12 +189,10 @@ class Pump:
         if kind == TokenKind.TOKENS:
             record = np.frombuffer(slot, TOKENS_DTYPE)[0]
             count = slot[21]
-            is_first = not entry.last_time_ns
+            is_first = not entry.has_tokens
+            entry.has_tokens = True
             entry.token_ids += record["token_ids"][:count].tolist()
             entry.was_stop_token = bool(slot[23] & FLAG_LAST_IS_STOP)
-            entry.last_time_ns = int(record["time_ns"]) + 1000 * (
-                int(record["dt_us"][count - 1]) if count > 1 else 0
-            )
             if entry.on_tokens is not None:
                 entry.on_tokens(entry)
             elif is_first:
@@ -209,7 +206,7 @@ class Pump:
                 slot
             )
         elif kind == TokenKind.FINISH:
-            entry.heads = None
+            entry.direct = None
             record_ = unpack_finish(slot)
             message = self._messages.pop(entry.req_id, "")
             if record_.finish == FinishReason.ERROR:
@@ -226,20 +223,25 @@ class Pump:
     def fold(self) -> None:
         """Put the collected times into the board's histograms. Called every few thousand tokens and on the heartbeat."""
         histograms = self._board.histograms
-        if self._hops:
-            hops, self._hops, self._num_hops = self._hops, [], 0
-            lengths = [len(h[3]) for h in hops]
-            sampled = np.concatenate([h[0] for h in hops]).astype(np.int64)
-            published = sampled + np.concatenate([h[1] for h in hops]).astype(np.int64) * 1000
-            popped = np.repeat(np.array([h[2] for h in hops], np.int64), lengths)
-            framed = np.array([t for h in hops for t in h[3]], np.int64)
-            written = np.array([t for h in hops for t in h[4]], np.int64)
+        if self._turns:
+            turns, self._turns = self._turns, []
+            written = np.array(self._written, np.int64)
+            itl = np.array(self._itl_wire, np.int64)
+            del self._written[:]
+            del self._itl_wire[:]
+            lengths = np.array([turn[3] for turn in turns])
+            sampled = np.concatenate([turn[0] for turn in turns]).astype(np.int64)
+            published = (
+                sampled + np.concatenate([turn[1] for turn in turns]).astype(np.int64) * 1000
+            )
+            popped_of_turn = np.array([turn[2] for turn in turns], np.int64)
+            popped = np.repeat(popped_of_turn, lengths)
+            # A token is framed when the one before it in its turn has been written: framing itself takes 0.3 us.
+            framed = np.empty_like(written)
+            framed[1:] = written[:-1]
+            framed[np.cumsum(lengths) - lengths] = popped_of_turn
             histograms["hop_publish_us"].observe((published - sampled) // 1000)
             histograms["hop_pop_us"].observe((popped - published) // 1000)
             histograms["hop_frame_us"].observe((framed - popped) // 1000)
             histograms["hop_write_us"].observe((written - framed) // 1000)
-        if self._itl_engine:
-            engine, self._itl_engine = self._itl_engine, []
-            wire, self._itl_wire = self._itl_wire, []
-            histograms["itl_engine_us"].observe(np.array(engine, np.int64) // 1000)
-            histograms["itl_wire_us"].observe(np.array(wire, np.int64) // 1000)
+            histograms["itl_wire_us"].observe(itl // 1000)

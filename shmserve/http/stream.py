@@ -29,12 +29,13 @@ from aiohttp.http import HttpVersion11
 
 from shmserve.http.detokenizer import TextStream
 from shmserve.http.errors import ApiError
-from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.in_flight import Direct, InFlight, Signal
 
 if TYPE_CHECKING:
     from shmserve.config import HttpConfig
     from shmserve.http.client import WorkerClient
     from shmserve.http.detokenizer import Pieces
+    from shmserve.http.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Choice:
         self.pieces = pieces
         self.format = fmt
         self.is_open = True
-        self.heads: ChunkHeads | None = None  # made when the pump may first write
+        self.direct: Direct | None = None  # made when the pump may first write
         self.waiting_text: list[str] = []  # for a congested client
         self.waiting_ids: list[int] = []
 
@@ -120,6 +121,7 @@ class SseStream:
         request: web.Request,
         client: WorkerClient,
         config: HttpConfig,
+        turnstile: Turnstile,
         signal: Signal,
         choices: Sequence[Choice],
         fmt: ResponseFormat,
@@ -128,13 +130,13 @@ class SseStream:
         self._request = request
         self._client = client
         self._config = config
+        self._turnstile = turnstile
         self._signal = signal
         self._choices = choices
         self._format = fmt
         self._is_chunked = request.version >= HttpVersion11
         self._is_congested = False
         self._waiting_bytes = 0
-        self._last_write = 0.0
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -149,6 +151,7 @@ class SseStream:
     async def run(self) -> web.StreamResponse:
         """Wait for the first token, answer 200, stream to the end. Raises ApiError before the 200 only."""
         await self._first_word()
+        await self._turnstile.turn()
         writer = await self.response.prepare(self._request)
         transport = self._request.transport
         if writer is None or transport is None or transport.is_closing():
@@ -157,9 +160,14 @@ class SseStream:
         transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
         self._bound_kernel_buffer(transport)
         self._drain = writer.drain
+        self._by_entry = {id(choice.entry): choice for choice in self._choices}
         opening = b"".join(choice.format.opening() for choice in self._choices)
+        opening += self._advance_all()
         await writer.write(opening or KEEP_ALIVE)  # the headers go with it
-        self._last_write = time.monotonic()
+        self._note_written(opening.count(b"\n\n"))
+        self._client.board.histograms["ttft_us"].observe_one(
+            (time.monotonic_ns() - self._choices[0].entry.arrival_ns) // 1000
+        )
         error = await self._stream()
         tail = self._format.ending([choice.entry for choice in self._choices])
         if error is not None:
@@ -191,15 +199,13 @@ class SseStream:
         for choice in self._choices:
             choice.entry.on_tokens = self._on_tokens
             choice.entry.on_congested = self._congest
-        self._by_entry = {id(choice.entry): choice for choice in self._choices}
+        if self._transport.get_write_buffer_size():
+            self._congest()
         while True:
-            frames: list[bytes] = []
             for choice in self._choices:
-                if choice.is_open:
-                    if choice.entry.error is not None:
-                        return choice.entry.error
-                    frames.append(self._advance(choice))
-            self._write(b"".join(frames))
+                if choice.is_open and choice.entry.error is not None:
+                    return choice.entry.error
+            self._write(self._advance_all())
             if self._is_congested:
                 await self._relieve()
                 continue
@@ -209,16 +215,21 @@ class SseStream:
             for choice in still_open:
                 self._go_direct(choice)
             if not await self._signal.wait(self._config.keep_alive_s):
-                newest = max(c.entry.last_written_ns for c in still_open) / 1e9
-                if time.monotonic() - max(newest, self._last_write) >= self._config.keep_alive_s:
+                newest = max(choice.entry.last_written_ns for choice in still_open) / 1e9
+                if time.monotonic() - newest >= self._config.keep_alive_s:
                     self._write(KEEP_ALIVE)
+            else:
+                await self._turnstile.turn()
+
+    def _advance_all(self) -> bytes:
+        return b"".join(self._advance(choice) for choice in self._choices if choice.is_open)
 
     def _advance(self, choice: Choice) -> bytes:
         """Events for what has come, the choice's end included."""
         frames = [self._waiting_frame(choice)]
         frames += [choice.format.delta(text, ids) for text, ids in choice.take()]
         entry = choice.entry
-        if entry.finish is not None:
+        if entry.finish is not None and entry.error is None:
             choice.is_open = False
             frames.append(
                 choice.format.closing(choice.text.finish(entry.finish.keep_bytes), (), entry)
@@ -260,13 +271,16 @@ class SseStream:
         entry, around = choice.entry, choice.format.around_text
         if around is None or entry.is_over or entry.is_aborted or not choice.text.is_plain:
             return
-        if entry.tail == b"":
+        if choice.direct is None:
             before, after = around
-            choice.heads = ChunkHeads(before, after, self._is_chunked)
-            entry.tail = after + (b"\r\n" if self._is_chunked else b"")
-            entry.pieces = choice.pieces
-            entry.transport = self._transport
-        entry.heads = choice.heads
+            choice.direct = (
+                ChunkHeads(before, after, self._is_chunked),
+                choice.pieces.direct,
+                after + (b"\r\n" if self._is_chunked else b""),
+                self._transport.write,
+                self._transport.get_write_buffer_size,
+            )
+        entry.direct = choice.direct
 
     def _write(self, data: bytes) -> None:
         if not data:
@@ -274,13 +288,15 @@ class SseStream:
         if self._transport.is_closing():
             raise ConnectionResetError("the client has gone")
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        now = time.monotonic_ns()
-        self._last_write = now / 1e9
-        for choice in self._choices:
-            choice.entry.last_written_ns = now
-        self._client.board.add("frames", data.count(b"\n\n"))
+        self._note_written(data.count(b"\n\n"))
         if self._transport.get_write_buffer_size():
             self._congest()
+
+    def _note_written(self, num_frames: int) -> None:
+        now = time.monotonic_ns()
+        for choice in self._choices:
+            choice.entry.last_written_ns = now
+        self._client.board.add("frames", num_frames)
 
     def _congest(self) -> None:
         """The transport did not take everything: from here on tokens wait as text."""
@@ -288,7 +304,7 @@ class SseStream:
             return
         self._is_congested = True
         for choice in self._choices:
-            choice.entry.heads = None
+            choice.entry.direct = None
         if self._config.slow_client == "drop":
             self._give_up("it does not keep up, and --slow-client is drop")
         self._signal.set()

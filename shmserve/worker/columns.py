@@ -37,6 +37,7 @@ class Columns:
         self.wants_logprobs = np.zeros(num_rows, bool)
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.block_table = np.zeros((num_rows, max_blocks), np.int32)
+        self.last_time_ns = np.zeros(num_rows, np.int64)  # of the newest token; 0 before the first
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property

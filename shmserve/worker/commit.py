@@ -35,6 +35,7 @@ class Committed:
     units: list[tuple[int, int, bytes]]
     endings: list[tuple[Sequence, Ending]]
     num_tokens: int
+    itl_ns: npt.NDArray[np.int64]  # one per sequence that had a token before
 
 
 class Committer:
@@ -52,6 +53,9 @@ class Committer:
         columns = self._scheduler.columns
         rows = batch.rows[batch.sample_seqs]
         live = ~columns.is_aborted[rows]
+        last = columns.last_time_ns[rows]
+        itl_ns = output.time_ns - last[live & (last > 0)]
+        columns.last_time_ns[rows] = output.time_ns
         endings: list[tuple[Sequence, Ending]] = []
         for index in output.failed:
             if live[index]:
@@ -74,7 +78,7 @@ class Committer:
             num_tokens += count
             if ending is not None:
                 endings.append((sequence, ending))
-        return Committed(records, columns.channel[rows[fast]], units, endings, num_tokens)
+        return Committed(records, columns.channel[rows[fast]], units, endings, num_tokens, itl_ns)
 
     def _sequence(self, row: int | np.int32) -> Sequence:
         sequence = self._scheduler.by_row[int(row)]

@@ -311,6 +311,7 @@ class Engine:
         board["step"] = self.step_count
         board.add("generation_tokens", committed.num_tokens)
         board.histograms["step_us"].observe(np.array([elapsed // 1000]))
+        board.histograms["itl_engine_us"].observe(committed.itl_ns // 1000)
         if elapsed > board["slowest_step_ns"]:
             board["slowest_step_ns"] = elapsed
         self._show_gauges()

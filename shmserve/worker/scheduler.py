@@ -182,6 +182,7 @@ class Scheduler:
         if len(sequence.stop_ids) <= STOP_COLUMNS:
             columns.stop_ids[row, : len(sequence.stop_ids)] = sorted(sequence.stop_ids)
         columns.num_blocks[row] = 0
+        columns.last_time_ns[row] = 0
         self.sampling.set(row, params, tuple(sequence.stop_ids), num_tokens - num_prompt)
         self._grow(sequence, self._blocks_for(num_tokens))
         sequence.is_prefilling = True

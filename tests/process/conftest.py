@@ -212,7 +212,6 @@ class Stream:
     """One SSE response, read by hand."""
 
     def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self._connection = connection
         self._response = connection.getresponse()
         assert self._response.status == 200, self._response.read()
 
@@ -227,9 +226,10 @@ class Stream:
 
     def rest(self) -> list[str]:
         """The data of all events that are left."""
-        texts = list(self._data())
-        self._connection.close()
-        return texts
+        return list(self._data())
+
+    def close(self) -> None:
+        self._response.close()
 
 
 class Client:
@@ -237,9 +237,12 @@ class Client:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self._connections: list[http.client.HTTPConnection] = []
+        self._streams: list[Stream] = []
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+        self._connections.append(connection)
         headers = {"Content-Type": "application/json"}
         connection.request(method, path, json.dumps(body) if body else None, headers)
         return connection
@@ -251,25 +254,38 @@ class Client:
                 connection = self._request("GET", path)
                 response: http.client.HTTPResponse = connection.getresponse()
                 response.read()
-                connection.close()
                 return response
             except (ConnectionResetError, http.client.BadStatusLine):
                 time.sleep(0.02)
 
     def stream(self, **fields: Any) -> Stream:
         body = {"prompt": "Once upon a time", "stream": True} | fields
-        return Stream(self._request("POST", "/v1/completions", body))
+        self._streams.append(Stream(self._request("POST", "/v1/completions", body)))
+        return self._streams[-1]
 
     def complete(self, **fields: Any) -> tuple[int, bytes]:
         """(status, body) of a plain completion."""
         connection = self._request("POST", "/v1/completions", {"prompt": "Once"} | fields)
         response = connection.getresponse()
-        body = response.read()
-        connection.close()
-        return response.status, body
+        return response.status, response.read()
+
+    def close(self) -> None:
+        """Close every connection, read or not."""
+        for stream in self._streams:
+            stream.close()
+        for connection in self._connections:
+            connection.close()
 
 
 @pytest.fixture
-def client() -> Callable[[Server], Client]:
+def client() -> Iterator[Callable[[Server], Client]]:
     """client(server): asks a real front end."""
-    return lambda server: Client(server.port())
+    clients: list[Client] = []
+
+    def of(server: Server) -> Client:
+        clients.append(Client(server.port()))
+        return clients[-1]
+
+    yield of
+    for each in clients:
+        each.close()

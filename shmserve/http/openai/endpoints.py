@@ -241,6 +241,7 @@ async def _answer(
                 request,
                 front.client,
                 front.config.http,
+                front.turnstile,
                 generation.signal,
                 choices,
                 OpenAIStream(envelope, n, include_usage),
