@@ -32,7 +32,7 @@ from shmserve.rings.channel import Channel
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-ACCEPTS_PER_TURN = 4
+ACCEPTS_PER_TURN = 2
 
 
 class HttpProcess:
@@ -63,7 +63,7 @@ class HttpProcess:
                 config.worker.max_num_seqs * config.num_workers,
                 config.http.max_queued_requests,
             ),
-            turnstile=Turnstile(),
+            turnstile=Turnstile(self.client.is_behind),
             board=joined.board,
             started_at=int(time.time()),
         )

@@ -54,6 +54,10 @@ class WorkerLink:
     def is_serving(self) -> bool:
         return self.channel is not None and self.state == "ready"
 
+    @property
+    def is_behind(self) -> bool:
+        return self._pump is not None and self._pump.is_behind
+
     def open(self, channel: Channel) -> None:
         """A new life of the worker: its rings are empty."""
         self.channel = channel
@@ -220,6 +224,10 @@ class WorkerClient:
         """The serving worker with the fewest requests in flight; None if none serves."""
         ready = [link for link in self.links.values() if link.is_serving]
         return min(ready, key=lambda link: len(link.in_flight)) if ready else None
+
+    def is_behind(self) -> bool:
+        """True while announced token records wait for this event loop."""
+        return any(link.is_behind for link in self.links.values())
 
     @property
     def num_waiting(self) -> int:

@@ -1,7 +1,7 @@
 """The hot path: token records from one channel's ring to sockets.
 
 Owns: the token ring's reading end. Never: wakes a task for a token of a stream that keeps up, builds an object per token, or
-runs more than K = 64 records without giving the event loop a turn.
+runs more than K = 256 records (about 2 ms) without giving the event loop a turn.
 
 A plain token (one whole-character token of a stream without stop strings, whose transport has nothing buffered) becomes a frame by
 three concatenations and is written here; everything else goes the slow way, through `InFlight.on_tokens`.
@@ -37,7 +37,7 @@ from shmserve.wire import (
 
 log = logging.getLogger(__name__)
 
-RECORDS_PER_TURN: Final = 64
+RECORDS_PER_TURN: Final = 256
 FOLD_AFTER: Final = 4096
 
 # kind, count, finish and flags as one number, so that one comparison tells a plain token.
@@ -94,6 +94,10 @@ class Pump:
             log.error("token ring %s: %s", self._ring.segment.name, error)
         self._is_scheduled = False
         self.fold()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._consumer.owed > 0
 
     def _on_readable(self) -> None:
         try:
