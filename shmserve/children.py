@@ -103,6 +103,7 @@ class Child:
                     command(role, f"fd:{theirs.fileno()}"),
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
+                    stdout=2,  # stdout is the supervisor's: what a child prints is talk
                     env=child_environment(role, environ),
                 )
             finally:
@@ -141,7 +142,7 @@ class Child:
                 received = self.link.receive()
             except BlockingIOError:
                 return
-            except (OSError, ControlError, ValueError) as error:
+            except (OSError, ControlError) as error:
                 self.kill(f"it broke its control link: {error}")
                 self.is_link_open = False
                 return
@@ -200,6 +201,8 @@ class Child:
         if self._process is not None:
             self._process.kill()
             return
+        if self._pidfd < 0:
+            return  # closed: it is buried
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         except ProcessLookupError:

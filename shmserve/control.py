@@ -11,7 +11,7 @@ supervisor -> child
     {"type": "worker", "worker", "state", "phase", "fraction", "reason", "info"}   state: loading ready stopped hung dead (http only);
                                                                                    info: what its "ready" said
     {"type": "close_channel", "http", "worker", "epoch"}                           the peer is gone; end what is in flight on it
-    {"type": "drain"}                                                              no new requests; finish those in flight
+    {"type": "drain"}                                                              no new requests; finish those in flight (http only)
     {"type": "stop"}                                                               end now, exit 0
     {"type": "refused", "error"}                                                   the answer to a join that cannot be; then EOF
 child -> supervisor
@@ -89,7 +89,10 @@ class ControlLink:
         socket.send_fds(self.sock, [data], list(fds))
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message with its descriptors (close-on-exec); None at end of file. Raises BlockingIOError if none is there."""
+        """The next message with its descriptors (close-on-exec); None at end of file.
+
+        Raises BlockingIOError if none is there, ControlError if it is no message (its descriptors are closed).
+        """
         fds = array.array("i")
         try:
             data, ancillary, flags, _ = self.sock.recvmsg(
@@ -104,14 +107,24 @@ class ControlLink:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
         if not data:
             return None
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ControlError("a control message was cut short")
+            return _decode(data), list(fds)
+        except ControlError:
             for fd in fds:
                 os.close(fd)
-            raise ControlError("a control message was cut short")
-        message = msgspec.json.decode(data)
-        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-            raise ControlError("a control message has no type")
-        return message, list(fds)
+            raise
 
     def close(self) -> None:
         self.sock.close()
+
+
+def _decode(data: bytes) -> Message:
+    try:
+        message = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ControlError(f"a control message is not JSON: {error}") from None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ControlError("a control message has no type")
+    return message

@@ -142,6 +142,12 @@ class Crew:
             self._loop.after(STOP_GRACE_S, lambda: child.kill("it left its control link"))
 
     def _hear(self, post: Post, child: Child, message: Message) -> None:
+        try:
+            self._heed(post, child, message)
+        except (TypeError, ValueError) as error:
+            child.kill(f"it sent a malformed control message: {error}")
+
+    def _heed(self, post: Post, child: Child, message: Message) -> None:
         kind = message["type"]
         if kind == "loading":
             post.phase = str(message.get("phase", ""))
@@ -151,7 +157,7 @@ class Crew:
                 self._captain.crew_loading(f"{child.name}: {post.phase}", post.fraction)
         elif kind == "ready":
             child.is_ready = True
-            post.info = message.get("info") or {}
+            post.info = dict(message.get("info") or {})
             self._set_state(post, "ready")
             if self._was_whole:
                 self._report.say(f"{child.name} is ready (pid {child.pid})")

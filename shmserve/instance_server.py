@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-import msgspec
-
 from shmserve.children import HTTP, WORKER
 from shmserve.control import ControlError, ControlLink, Message
 from shmserve.instance_socket import InstanceLock, Peer, peer_of
@@ -58,8 +56,8 @@ class InstanceServer:
             received = link.receive()
         except BlockingIOError:
             return
-        except (OSError, ControlError, msgspec.MsgspecError) as error:
-            self._answer(link, {"type": "refused", "error": f"not a control message: {error}"})
+        except (OSError, ControlError) as error:
+            self._answer(link, {"type": "refused", "error": str(error)})
             self._drop(link)
             return
         if received is None:

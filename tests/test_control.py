@@ -102,6 +102,20 @@ def test_message_without_a_type_is_an_error(
         theirs.receive()
 
 
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"\0" * 10])
+def test_what_is_no_json_is_an_error_and_its_descriptors_are_closed(
+    links: tuple[ControlLink, ControlLink], data: bytes
+) -> None:
+    ours, theirs = links
+    reader, writer = os.pipe()
+    socket.send_fds(ours.sock, [data], [writer])
+    os.close(writer)
+    with pytest.raises(ControlError, match="not JSON"):
+        theirs.receive()
+    assert os.read(reader, 1) == b""  # the last writer is closed
+    os.close(reader)
+
+
 @pytest.mark.parametrize("spec", ["", "fd:", "fd:x", "unix:", "tcp:1", "7"])
 def test_control_argument_of_another_form_is_an_error(spec: str) -> None:
     with pytest.raises(ControlError, match="--control"):

@@ -71,7 +71,7 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
             front.board.add("num_requests")
             try:
                 body = await request.read()
-                await front.turnstile.turn()
+                await front.turnstile.turn(has_tokens=False)
                 return await handler(front, request, body)
             except ApiError as error:
                 front.board.add("num_errors")

@@ -151,7 +151,7 @@ class SseStream:
     async def run(self) -> web.StreamResponse:
         """Wait for the first token, answer 200, stream to the end. Raises ApiError before the 200 only."""
         await self._first_word()
-        await self._turnstile.turn()
+        await self._turnstile.turn(has_tokens=True)
         writer = await self.response.prepare(self._request)
         transport = self._request.transport
         if writer is None or transport is None or transport.is_closing():
@@ -219,7 +219,7 @@ class SseStream:
                 if time.monotonic() - newest >= self._config.keep_alive_s:
                     self._write(KEEP_ALIVE)
             else:
-                await self._turnstile.turn()
+                await self._turnstile.turn(has_tokens=True)
 
     def _advance_all(self) -> bytes:
         return b"".join(self._advance(choice) for choice in self._choices if choice.is_open)

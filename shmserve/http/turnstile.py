@@ -18,19 +18,23 @@ MOST_WAIT_S: Final = 0.02
 
 
 class Turnstile:
-    """First come, first served. `is_behind` says whether tokens wait to be moved."""
+    """First come, first served, but who has tokens to send before who has a request to begin.
+
+    `is_behind` says whether tokens wait to be moved by the pump.
+    """
 
     def __init__(self, is_behind: Callable[[], bool]) -> None:
         self._is_behind = is_behind
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._with_tokens: deque[asyncio.Future[None]] = deque()
+        self._with_requests: deque[asyncio.Future[None]] = deque()
         self._is_turning = False
         self._last_turn = 0.0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._with_tokens) + len(self._with_requests)
 
-    async def turn(self) -> None:
+    async def turn(self, *, has_tokens: bool) -> None:
         """Return at once if nobody else had this turn of the loop and no token waits, else in a later one."""
         loop = asyncio.get_running_loop()
         if not self._is_turning:
@@ -40,21 +44,26 @@ class Turnstile:
                 self._last_turn = loop.time()
                 return
         mine = loop.create_future()
-        self._waiting.append(mine)
+        (self._with_tokens if has_tokens else self._with_requests).append(mine)
         await mine
 
     def _next(self) -> None:
         loop = asyncio.get_running_loop()
-        if not self._waiting:
+        if not self.num_waiting:
             self._is_turning = False
             return
         loop.call_soon(self._next)
         now = loop.time()
-        if self._is_behind() and now - self._last_turn < MOST_WAIT_S:
+        if self._let_in(self._with_tokens, now):
             return
-        while self._waiting:
-            first = self._waiting.popleft()
+        if not self._is_behind() or now - self._last_turn >= MOST_WAIT_S:
+            self._let_in(self._with_requests, now)
+
+    def _let_in(self, queue: deque[asyncio.Future[None]], now: float) -> bool:
+        while queue:
+            first = queue.popleft()
             if not first.done():  # else its handler was cancelled while it waited
                 self._last_turn = now
                 first.set_result(None)
-                return
+                return True
+        return False
