@@ -133,7 +133,7 @@ class Child:
         except BlockingIOError:
             self.kill("it does not read its control link")
         except OSError:
-            self.is_link_open = False  # its end of file and its exit status are on their way
+            return  # gone: its end of file and its exit status are on their way
 
     def receive(self) -> Iterator[Message]:
         """Messages until none is left. Clears `is_link_open` at end of file. Descriptors sent by a child are not kept."""

@@ -123,6 +123,16 @@ def _find_instance(instance: str, port: int | None) -> tuple[str, str]:
 
 
 @cli.command()
+@click.option("--prompt", default="", help="What to ask; a question about the sky if empty.")
+@click.option("--max-tokens", type=click.IntRange(1), default=160, show_default=True)
+def demo(prompt: str, max_tokens: int) -> int:
+    """Start a server, stream one answer, show where its tokens' time went, stop."""
+    from shmserve.demo import PROMPT, run
+
+    return run(prompt or PROMPT, max_tokens)
+
+
+@cli.command()
 @_instance_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(instance: str, port: int | None, as_json: bool) -> None:

@@ -111,7 +111,13 @@ class Crew:
             return "the instance is ending"
         epoch = self._wiring.next_epoch()
         board = self._wiring.new_board(role, index, epoch)
-        self._settle(post, Child(role, index, epoch, board, link, None, pid))
+        try:
+            child = Child(role, index, epoch, board, link, None, pid)
+        except ProcessLookupError:
+            board.segment.unlink()
+            board.close()
+            return "it is gone"
+        self._settle(post, child)
         self._report.say(f"{role} {index} joined (pid {pid})")
         return ""
 

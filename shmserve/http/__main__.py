@@ -6,6 +6,7 @@ Speaks HTTP on the sockets that the supervisor bound, and rings to the workers. 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -91,6 +92,9 @@ class HttpProcess:
             # asyncio accepts as many connections in one turn as the backlog says: a burst would hold the loop.
             await web.SockSite(runner, sock, backlog=ACCEPTS_PER_TURN).start()
             sock.listen(self.joined.config.http.backlog)  # the kernel's own queue stays long
+        # What lives now lives until the end: a full collection over it would hold every stream for 50 ms.
+        gc.collect()
+        gc.freeze()
         self._show(Phase.IDLE)
         self.joined.link.send({"type": "ready", "info": {}})
         await self._stopped.wait()

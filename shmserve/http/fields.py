@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -26,10 +26,12 @@ _MASK: Final = (1 << 64) - 1
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
-def decode(body: bytes, schema: type[T]) -> tuple[T, list[str]]:
+def decode(
+    body: bytes, schema: type[T], unsupported: Mapping[str, tuple[Any, ...]]
+) -> tuple[T, list[str]]:
     """The body as `schema`, and the names of the fields that it does not know. Raises ApiError 400.
 
-    Duplicate keys: the last one wins, for validation and use alike.
+    Duplicate keys: the last one wins, for validation and use alike. `unsupported` is as for `refuse_unsupported`.
     """
     try:
         raw = msgspec.json.decode(body)
@@ -53,6 +55,7 @@ def decode(body: bytes, schema: type[T]) -> tuple[T, list[str]]:
         ) from None
     except RecursionError:
         raise ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json") from None
+    refuse_unsupported(parsed, raw, unsupported)
     return parsed, sorted(raw.keys() - set(schema.__struct_fields__))
 
 
@@ -167,9 +170,17 @@ def sampling_params(
     )
 
 
-def refuse_unsupported(request: msgspec.Struct, defaults: Mapping[str, tuple[Any, ...]]) -> None:
-    """400 for a named field that we cannot honour, when its value is not one that asks for nothing."""
-    for name, harmless in defaults.items():
+def refuse_unsupported(
+    request: msgspec.Struct, sent: Iterable[str], unsupported: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """400 for a named field that we cannot honour, when its value is not one that asks for nothing.
+
+    `sent` holds the names that the client used; `unsupported` the harmless values of each such field.
+    """
+    for name in sent:
+        harmless = unsupported.get(name)
+        if harmless is None:
+            continue
         value = getattr(request, name)
         # By type too: logprobs 0 asks for something, logprobs false does not.
         if not any(type(value) is type(nothing) and value == nothing for nothing in harmless):

@@ -116,9 +116,8 @@ _UNSUPPORTED_SAMPLING: Final[dict[str, tuple[Any, ...]]] = {
 
 
 async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
-    parsed, ignored = fields.decode(body, GenerateRequest)
+    parsed, ignored = fields.decode(body, GenerateRequest, _UNSUPPORTED)
     front.check_model(parsed.model)
-    fields.refuse_unsupported(parsed, _UNSUPPORTED)
     if (parsed.text is None) == (parsed.input_ids is None):
         raise ApiError(
             400,
@@ -198,7 +197,7 @@ def _samplings(value: NativeSampling | list[Any] | None, num_prompts: int) -> li
         except msgspec.ValidationError as error:
             raise bad_field("sampling_params", f"sampling_params: {error}") from None
     for sampling in samplings:
-        fields.refuse_unsupported(sampling, _UNSUPPORTED_SAMPLING)
+        fields.refuse_unsupported(sampling, NativeSampling.__struct_fields__, _UNSUPPORTED_SAMPLING)
     return samplings
 
 

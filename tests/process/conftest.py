@@ -93,7 +93,11 @@ class Server:
         return self.status()
 
     def wait(self) -> int:
-        return self.process.wait(PATIENCE_S)
+        """The exit code; one that tells of a fault shows the output."""
+        code = self.process.wait(PATIENCE_S)
+        if code == 1:
+            print(self.output())
+        return code
 
     def pids(self, role: str = "") -> list[int]:
         return [c["pid"] for c in self.status()["children"] if c["role"].startswith(role)]

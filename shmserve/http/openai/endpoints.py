@@ -45,9 +45,8 @@ MOST_PROMPTS = 1_024
 async def chat_completions(
     front: FrontEnd, request: web.Request, body: bytes
 ) -> web.StreamResponse:
-    parsed, ignored = fields.decode(body, ChatRequest)
+    parsed, ignored = fields.decode(body, ChatRequest, UNSUPPORTED_CHAT)
     front.check_model(parsed.model)
-    fields.refuse_unsupported(parsed, UNSUPPORTED_CHAT)
     n = fields.in_range("n", parsed.n, 1, MOST_CHOICES, 1)
     front.admission.admit(
         n
@@ -62,9 +61,8 @@ async def chat_completions(
 
 
 async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
-    parsed, ignored = fields.decode(body, CompletionRequest)
+    parsed, ignored = fields.decode(body, CompletionRequest, UNSUPPORTED_COMPLETION)
     front.check_model(parsed.model)
-    fields.refuse_unsupported(parsed, UNSUPPORTED_COMPLETION)
     n = fields.in_range("n", parsed.n, 1, MOST_CHOICES, 1)
     prompts = prompts_of("prompt", parsed.prompt, front.tokenizer.vocab_size)
     front.admission.admit(n * len(prompts))

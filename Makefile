@@ -1,0 +1,52 @@
+# Two commands on a fresh machine: `make demo` and `make serve`. Needs Linux, Python >= 3.11, pip, make, cc.
+#
+# PyPI's torch wheel is a CUDA build; the index that PyTorch names for CPU builds saves several gigabytes:
+#   make demo PIP_ARGS="--extra-index-url <that index>"
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+# Debian's pip comes without venv's ensurepip and refuses to install outside one: the pip on PATH installs into ours.
+PIP := pip --python $(PY) --disable-pip-version-check
+
+.PHONY: demo serve test test-all lint format bench clean
+
+demo: $(VENV)/.run
+	$(PY) -m shmserve demo
+
+serve: $(VENV)/.run
+	exec $(PY) -m shmserve start
+
+test: $(VENV)/.dev
+	$(PY) -m pytest
+
+# Everything that later needs more than a venv (browser, clients, systemd) hangs on this target.
+test-all: test
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(VENV)/.dev
+	$(PY) tools/bench_ring.py
+	$(PY) tools/bench_frontend.py
+
+$(PY):
+	$(PYTHON) -m venv --without-pip $(VENV)
+
+$(VENV)/.run: setup.cfg pyproject.toml constraints.txt | $(PY)
+	$(PIP) install $(PIP_ARGS) --progress-bar on -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: setup.cfg pyproject.toml constraints.txt | $(PY)
+	$(PIP) install $(PIP_ARGS) -q -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
