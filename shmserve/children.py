@@ -54,6 +54,12 @@ def child_environment(role: str, environ: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def remove(board: Board) -> None:
+    """Unlink a board and close it."""
+    board.segment.unlink()
+    board.close()
+
+
 class Child:
     """A process that serves as `role` number `index`. One thread: the supervisor's."""
 
@@ -66,6 +72,7 @@ class Child:
         link: ControlLink,
         process: subprocess.Popen[bytes] | None,
         pid: int,
+        pidfd: int = -1,
     ) -> None:
         self.role = role
         self.index = index
@@ -81,7 +88,7 @@ class Child:
         self.failure = ""  # the child's own last words
         self.kill_reason = ""
         self._process = process
-        self._pidfd = -1 if process else os.pidfd_open(pid)
+        self._pidfd = pidfd
         link.set_nonblocking()
 
     @classmethod
@@ -94,26 +101,37 @@ class Child:
         command: Command,
         environ: Mapping[str, str],
     ) -> Child:
-        """Start the process with its end of a new control link. Raises OSError if that fails."""
+        """Start the process with its end of a new control link. Raises OSError if that fails; the board is gone then."""
         ours, theirs = ControlLink.pair()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
         try:
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
-            try:
-                process = subprocess.Popen(
-                    command(role, f"fd:{theirs.fileno()}"),
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # stdout is the supervisor's: what a child prints is talk
-                    env=child_environment(role, environ),
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            process = subprocess.Popen(
+                command(role, f"fd:{theirs.fileno()}"),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # stdout is the supervisor's: what a child prints is talk
+                env=child_environment(role, environ),
+            )
         except BaseException:
             ours.close()
+            remove(board)
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         return cls(role, index, epoch, board, ours, process, process.pid)
+
+    @classmethod
+    def adopt(
+        cls, role: str, index: int, epoch: int, board: Board, link: ControlLink, pid: int
+    ) -> Child:
+        """Take in a process that came over `link`. Raises ProcessLookupError if it is gone; the board is then, too."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            remove(board)
+            raise
+        return cls(role, index, epoch, board, link, None, pid, pidfd)
 
     @property
     def name(self) -> str:
@@ -225,5 +243,4 @@ class Child:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-        self.board.segment.unlink()
-        self.board.close()
+        remove(self.board)

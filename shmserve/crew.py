@@ -92,12 +92,8 @@ class Crew:
         board = self._wiring.new_board(post.role, post.index, epoch)
         try:
             child = Child.spawn(post.role, post.index, epoch, board, self._command, self._environ)
-        except BaseException as error:
-            board.segment.unlink()
-            board.close()
-            if isinstance(error, OSError):
-                raise SupervisorError(f"cannot start {post.role} {post.index}: {error}") from None
-            raise
+        except OSError as error:
+            raise SupervisorError(f"cannot start {post.role} {post.index}: {error}") from None
         self._settle(post, child)
 
     def join(self, role: str, index: int, link: ControlLink, pid: int) -> str:
@@ -112,10 +108,8 @@ class Crew:
         epoch = self._wiring.next_epoch()
         board = self._wiring.new_board(role, index, epoch)
         try:
-            child = Child(role, index, epoch, board, link, None, pid)
+            child = Child.adopt(role, index, epoch, board, link, pid)
         except ProcessLookupError:
-            board.segment.unlink()
-            board.close()
             return "it is gone"
         self._settle(post, child)
         self._report.say(f"{role} {index} joined (pid {pid})")

@@ -108,7 +108,7 @@ class SimulatedRunner:
         rows = batch.rows[batch.sample_seqs]
         drawn = mix(sampling.seed[rows], sampling.position[rows]) % np.uint64(len(self._plain))
         token_ids = self._plain[drawn.astype(np.intp)][:, None]
-        for i, row in enumerate(rows.tolist()):
+        for i, row in enumerate(rows.tolist() if sampling.bias else ()):
             if row in sampling.bias:
                 ids, values = sampling.bias[row]
                 if values.max() >= FORCING_BIAS:
