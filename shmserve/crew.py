@@ -206,10 +206,8 @@ class Crew:
             self._set_state(post, "ready" if child.is_ready else "loading")
             return
         if post.state != verdict.state:
-            self._report.say(
-                f"{child.name} (pid {child.pid}) is {verdict.state}: {verdict.reason}",
-                is_warning=True,
-            )
+            news = f"{child.name} (pid {child.pid}) is {verdict.state}: {verdict.reason}"
+            self._report.say(news, is_warning=True)
         self._set_state(post, verdict.state, verdict.reason)
 
     def _set_state(self, post: Post, state: str, reason: str = "") -> None:

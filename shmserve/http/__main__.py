@@ -33,7 +33,7 @@ from shmserve.rings.channel import Channel
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-ACCEPTS_PER_TURN = 2
+ACCEPTS_PER_TURN = 1
 
 
 class HttpProcess:

@@ -47,7 +47,7 @@ class WorkerLink:
         self.channel: Channel | None = None
         self._client = client
         self._pump: Pump | None = None
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[Signal] = deque()
         self._is_watching = False
 
     @property
@@ -76,10 +76,9 @@ class WorkerLink:
         for entry in list(self.in_flight.values()):
             entry.fail(worker_died(reason))
             self._client.forget(entry)
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_exception(worker_died(reason))
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            waiter.set()
         self._pump = None
         self.channel.close()
         self.channel = None
@@ -108,17 +107,21 @@ class WorkerLink:
                 f"{channel.submit.capacity // 2 * size} are allowed (--submit-ring-slots).",
                 code="request_too_large",
             )
-        if not self._waiters and self._writer.try_unit(record, num_slots):
-            entry.is_submitted = True
-            return
-        if rings.submit_policy == "coalesce":
-            # It waits in the table's entry: the table bounds how many, and an abort before it is written undoes it.
-            self._writer.keep(entry.req_id, record)
-            self._watch_credits(True)
-            return
-        if rings.submit_policy == "block" and await self._wait_for_room(record, num_slots):
-            entry.is_submitted = True
-            return
+        try:
+            if not self._waiters and self._writer.try_unit(record, num_slots):
+                entry.is_submitted = True
+                return
+            if rings.submit_policy == "coalesce":
+                # It waits in the table's entry: the table bounds how many, and an abort before it is written undoes it.
+                self._writer.keep(entry.req_id, record)
+                self._watch_credits(True)
+                return
+            if rings.submit_policy == "block" and await self._wait_for_room(record, num_slots):
+                entry.is_submitted = True
+                return
+        except RingProtocolError as error:
+            self.break_off(str(error))
+            raise worker_died(str(error)) from None
         self._writer.refuse()
         raise ApiError(
             503,
@@ -130,38 +133,38 @@ class WorkerLink:
 
     async def _wait_for_room(self, record: bytes, num_slots: int) -> bool:
         """Wait, first come first served, until the record is written or the deadline is over."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._client.rings.submit_deadline_s
-        turn = loop.create_future()
+        deadline = time.monotonic() + self._client.rings.submit_deadline_s
+        channel, turn = self.channel, Signal()
         self._waiters.append(turn)
         self._watch_credits(True)
         try:
-            while self.channel is not None:
+            while True:
                 if self._waiters[0] is turn and self._writer.try_unit(record, num_slots):
                     return True
-                left = deadline - loop.time()
+                left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                await asyncio.wait([turn], timeout=left)
-                if turn.done():
-                    turn.result()  # the channel's end
-                    self._waiters[self._waiters.index(turn)] = fresh = loop.create_future()
-                    turn = fresh
-            return False
+                await turn.wait(left)
+                if self.channel is not channel:  # `close` has emptied the queue
+                    raise worker_died("it is restarting")
         finally:
-            if turn in self._waiters:
+            if self.channel is channel:
                 self._waiters.remove(turn)
-            self._wake_first()
+                self._wake_first()
 
     def control(self, entry: InFlight, kind: SubmitKind) -> None:
         """Send ABORT, PAUSE or RESUME for an entry; it waits for credits if it must, replacing what this entry had waiting."""
         if self.channel is None:
             return
         self._writer.cancel(entry.req_id)
-        self._writer.keep(
-            entry.req_id, pack_control(kind, entry.req_id, time_ns=time.monotonic_ns())
-        )
-        self._watch_credits(self._writer.is_starved)
+        try:
+            self._writer.keep(
+                entry.req_id, pack_control(kind, entry.req_id, time_ns=time.monotonic_ns())
+            )
+        except RingProtocolError as error:  # it ends the channel, not whoever aborts here
+            self.break_off(str(error))
+            return
+        self._watch_credits(self._writer.is_starved or bool(self._waiters))
 
     def withdraw(self, entry: InFlight) -> bool:
         """Take back a SUBMIT that still waits outside the ring; True if it was."""
@@ -193,8 +196,8 @@ class WorkerLink:
         self._watch_credits(self._writer.is_starved or bool(self._waiters))
 
     def _wake_first(self) -> None:
-        if self._waiters and not self._waiters[0].done():
-            self._waiters[0].set_result(None)
+        if self._waiters:
+            self._waiters[0].set()
 
     def abort(self, entry: InFlight) -> None:
         """End an entry whose client is gone, or whose output could not be used."""

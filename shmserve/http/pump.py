@@ -75,6 +75,7 @@ class Pump:
         self._on_broken = on_broken
         self._loop = asyncio.get_running_loop()
         self._is_scheduled = False
+        self._is_broken = False  # the counter lied: what it announced may be anything
         self._messages: dict[int, str] = {}
         self._turns: list[tuple[_U8, _U4, int, int]] = []  # times, delays, popped, tokens written
         self._written = array("q")
@@ -87,9 +88,10 @@ class Pump:
         """Handle every announced record, then let go of the ring's counter. The segment is the channel's to close."""
         self._loop.remove_reader(self._ring.data.fd)
         try:
-            self._consumer.poll()
-            while self._consumer.owed:
-                self._take(RECORDS_PER_TURN)
+            if not self._is_broken:
+                self._consumer.poll()
+                while self._consumer.owed:
+                    self._take(RECORDS_PER_TURN)
         except RingProtocolError as error:
             log.error("token ring %s: %s", self._ring.segment.name, error)
         self._is_scheduled = False
@@ -103,6 +105,8 @@ class Pump:
         try:
             self._consumer.poll()
         except RingProtocolError as error:
+            self._is_broken = True
+            self._is_scheduled = False
             self._loop.remove_reader(self._ring.data.fd)
             self._on_broken(str(error))
             return
