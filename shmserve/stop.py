@@ -3,8 +3,9 @@
 The worker decides with it where a completion ends; the front end holds text with it that may yet become a stop string. Both
 feed it the same bytes of the same tokens, so they agree without a word between them.
 
-Law: a match is found in the very feed that completes it; of several the one that starts first in the text wins, and of those
-the shortest, whatever the order of the list. `held` is never more than the longest stop minus one byte.
+Law: a match is found in the very feed that completes it; of several the one that ends first in the text wins, and of those
+the longest. So neither the order of the list nor the way in which the text was cut into tokens decides anything (without
+min_tokens). `held` is never more than the longest stop minus one byte.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StopMatcher:
             if at < 0:
                 continue
             found = StopMatch(base + at, base + at + len(stop), i)
-            if best is None or (found.start, found.end) < (best.start, best.end):
+            if best is None or (found.end, found.start) < (best.end, best.start):
                 best = found
         return best
 

@@ -419,6 +419,8 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
         if tag == Section.PROMPT_IDS:
             prompt = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
         elif tag == Section.STOP_STRING:
+            if not data:
+                raise WireError("an empty stop string would match everywhere")
             stops.append(data)
         elif tag == Section.STOP_IDS:
             stop_ids = tuple(np.frombuffer(data, "<i4").tolist())

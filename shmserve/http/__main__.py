@@ -32,7 +32,6 @@ from shmserve.rings.channel import Channel
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 2.0
 ACCEPTS_PER_TURN = 1
 
 
@@ -72,22 +71,19 @@ class HttpProcess:
         self._orphaned = False
         self._listening = asyncio.Event()
         self._sockets: list[socket.socket] = []
+        self._server: web.Server | None = None
 
     async def run(self) -> int:
         """Serve until told to stop; the exit code."""
         loop = asyncio.get_running_loop()
         self.joined.link.set_nonblocking()
         loop.add_reader(self.joined.link.fileno(), self._on_control)
-        heartbeat = loop.create_task(self._beat())
+        self._beat_due = loop.time()
+        self._beat()
         await self._listening.wait()
-        runner = web.AppRunner(
-            app.build(self.front, self.boards, self.joined.instance),
-            handler_cancellation=True,  # else a client that leaves is noticed by nobody
-            access_log=None,
-            keepalive_timeout=75.0,
-            shutdown_timeout=STOP_GRACE_S,
-        )
+        runner = app.runner_of(app.build(self.front, self.boards, self.joined.instance))
         await runner.setup()
+        self._server = runner.server
         for sock in self._sockets:
             # asyncio accepts as many connections in one turn as the backlog says: a burst would hold the loop.
             await web.SockSite(runner, sock, backlog=ACCEPTS_PER_TURN).start()
@@ -106,7 +102,7 @@ class HttpProcess:
             )
         await asyncio.sleep(0)
         await runner.cleanup()
-        heartbeat.cancel()
+        self._beat_timer.cancel()
         self.front.tokenizer.close()
         if self._orphaned:
             self._unlink()
@@ -187,19 +183,21 @@ class HttpProcess:
         self.board["phase"] = phase
         self.board["phase_since_ns"] = time.monotonic_ns()
 
-    async def _beat(self) -> None:
-        """Heartbeat, gauges, and how late the loop is."""
-        due = time.monotonic()
-        while True:
-            now = time.monotonic()
-            self.board["heartbeat_ns"] = time.monotonic_ns()
-            self.board["loop_lag_ns"] = max(0, int((now - due) * 1e9))
-            self.board["in_flight"] = len(self.client.in_flight)
-            self.board["waiting"] = self.client.num_waiting
-            for link in self.client.links.values():
-                link.fold_times()
-            due = now + HEARTBEAT_S
-            await asyncio.sleep(HEARTBEAT_S)
+    def _beat(self) -> None:
+        """Heartbeat, gauges, and how late the loop is. A plain timer: idle, it is all that this process does."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        board = self.board
+        board["heartbeat_ns"] = time.monotonic_ns()
+        board["loop_lag_ns"] = max(0, int((now - self._beat_due) * 1e9))
+        num_in_flight = len(self.client.in_flight)
+        if num_in_flight or board["in_flight"]:
+            board["in_flight"] = num_in_flight
+            board["waiting"] = self.client.num_waiting
+        for link in self.client.links.values():
+            link.fold_times()
+        self._beat_due = now + HEARTBEAT_S
+        self._beat_timer = loop.call_at(self._beat_due, self._beat)
 
 
 def main(argv: list[str]) -> int:

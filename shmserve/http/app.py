@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -22,6 +23,8 @@ from shmserve.http.metrics import InstanceCollector, render
 from shmserve.http.openai import endpoints
 
 log = logging.getLogger(__name__)
+
+STOP_GRACE_S: Final = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BodyHandler = Callable[[FrontEnd, web.Request, bytes], Awaitable[web.StreamResponse]]
@@ -70,6 +73,7 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
         async def handle(request: web.Request) -> web.StreamResponse:
             front.board.add("num_requests")
             try:
+                _refuse_too_large(request)
                 body = await request.read()
                 await front.turnstile.turn(has_tokens=False)
                 return await handler(front, request, body)
@@ -113,6 +117,24 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
     app.router.add_post("/generate", with_body(native.generate))
     app.router.add_put("/generate", with_body(native.generate))
     return app
+
+
+def runner_of(application: web.Application) -> web.AppRunner:
+    """The runner of a front end, in production and in tests."""
+    return web.AppRunner(
+        application,
+        handler_cancellation=True,  # else a client that leaves is noticed by nobody
+        access_log=None,
+        keepalive_timeout=75.0,
+        shutdown_timeout=STOP_GRACE_S,
+    )
+
+
+def _refuse_too_large(request: web.Request) -> None:
+    """413 at once, by what the header says: aiohttp would first read as much as is allowed."""
+    length = request.content_length or 0
+    if length > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size, length)
 
 
 def _model(front: FrontEnd) -> dict[str, object]:

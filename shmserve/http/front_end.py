@@ -132,13 +132,17 @@ class Generation:
         self._release()
 
     def _release(self) -> None:
+        histograms = self._front.board.histograms
+        if self.entries and all(entry.finish is not None for entry in self.entries):
+            # Refused, failed and abandoned requests would make the server look fast.
+            histograms["e2e_us"].observe_one((time.monotonic_ns() - self.arrival_ns) // 1000)
         for entry in self.entries:
             if entry.finish is not None:
                 self._front.admission.note_finish()
+                if entry.finish.scheduled_ns:
+                    queued_ns = entry.finish.scheduled_ns - self.arrival_ns
+                    histograms["queue_us"].observe_one(queued_ns // 1000)
             self._front.client.abort(entry)
-        self._front.board.histograms["e2e_us"].observe_one(
-            (time.monotonic_ns() - self.arrival_ns) // 1000
-        )
 
     async def finish(self) -> None:
         """Wait until every completion has ended. Raises ApiError if one failed."""

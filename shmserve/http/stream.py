@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion11
 
 from shmserve.http.detokenizer import TextStream
@@ -161,21 +162,42 @@ class SseStream:
         self._bound_kernel_buffer(transport)
         self._drain = writer.drain
         self._by_entry = {id(choice.entry): choice for choice in self._choices}
-        opening = b"".join(choice.format.opening() for choice in self._choices)
-        opening += self._advance_all()
-        await writer.write(opening or KEEP_ALIVE)  # the headers go with it
-        self._note_written(opening.count(b"\n\n"))
-        self._client.board.histograms["ttft_us"].observe_one(
-            (time.monotonic_ns() - self._choices[0].entry.arrival_ns) // 1000
-        )
-        error = await self._stream()
-        tail = self._format.ending([choice.entry for choice in self._choices])
-        if error is not None:
-            tail = error.frame() + DONE
-        async with asyncio.timeout(self._config.slow_client_seconds):
-            await self.response.write(tail)
-            await self.response.write_eof()
+        try:
+            tail = await self._body(writer)
+        finally:
+            self._note_waiting(0)
+        try:
+            async with asyncio.timeout(self._config.slow_client_seconds):
+                await self.response.write(tail)
+                await self.response.write_eof()
+        except TimeoutError:
+            self._give_up("it has not read the end for --slow-client-seconds")
+            raise ConnectionResetError("the client was too slow") from None
         return self.response
+
+    async def _body(self, writer: AbstractStreamWriter) -> bytes:
+        """Write all but the tail, and return that. A status is no longer possible: whatever fails here is an event."""
+        try:
+            opening = b"".join(choice.format.opening() for choice in self._choices)
+            opening += self._advance_all()
+            await writer.write(opening or KEEP_ALIVE)  # the headers go with it
+            self._count_frames(opening)
+            for choice in self._choices:  # the interval to a choice's first token counts from here
+                choice.entry.last_written_ns = time.monotonic_ns()
+            self._client.board.histograms["ttft_us"].observe_one(
+                (time.monotonic_ns() - self._choices[0].entry.arrival_ns) // 1000
+            )
+            error = await self._stream()
+            if error is None:
+                return self._format.ending([choice.entry for choice in self._choices])
+        except ApiError as raised:
+            error = raised
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("request %016x: its stream failed", self._choices[0].entry.req_id)
+            error = ApiError(500, "The server could not go on.", code="internal_error")
+        return error.frame() + DONE
 
     async def _first_word(self) -> None:
         """Return when there is something to send: a token, an end, or a started request that takes long."""
@@ -202,10 +224,10 @@ class SseStream:
         if self._transport.get_write_buffer_size():
             self._congest()
         while True:
+            self._write(self._advance_all())  # what came before an error is sent before it
             for choice in self._choices:
                 if choice.is_open and choice.entry.error is not None:
                     return choice.entry.error
-            self._write(self._advance_all())
             if self._is_congested:
                 await self._relieve()
                 continue
@@ -234,7 +256,10 @@ class SseStream:
             frames.append(
                 choice.format.closing(choice.text.finish(entry.finish.keep_bytes), (), entry)
             )
-        return b"".join(frames)
+        whole = b"".join(frames)
+        if whole:
+            entry.last_written_ns = time.monotonic_ns()
+        return whole
 
     def _waiting_frame(self, choice: Choice) -> bytes:
         if not choice.waiting_ids:
@@ -257,19 +282,22 @@ class SseStream:
         if self._is_congested:
             choice.waiting_text.append(text)
             choice.waiting_ids += ids
-            self._waiting_bytes += len(text.encode())
+            self._note_waiting(self._waiting_bytes + len(text.encode()))
             if self._waiting_bytes > self._config.slow_client_bytes:
                 self._give_up("more waits for it than --slow-client-bytes")
-            self._show_waiting()
             return
         self._write(choice.format.delta(text, ids))
+        entry.last_written_ns = time.monotonic_ns()
         if not self._is_congested:
             self._go_direct(choice)
 
     def _go_direct(self, choice: Choice) -> None:
         """Let the pump write this choice's plain tokens by itself."""
         entry, around = choice.entry, choice.format.around_text
-        if around is None or entry.is_over or entry.is_aborted or not choice.text.is_plain:
+        if around is None or entry.is_over or entry.is_aborted:
+            return
+        if not choice.text.is_plain:
+            entry.direct = None  # what is held goes out before the next token's text
             return
         if choice.direct is None:
             before, after = around
@@ -288,15 +316,13 @@ class SseStream:
         if self._transport.is_closing():
             raise ConnectionResetError("the client has gone")
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        self._note_written(data.count(b"\n\n"))
+        self._count_frames(data)
         if self._transport.get_write_buffer_size():
             self._congest()
 
-    def _note_written(self, num_frames: int) -> None:
-        now = time.monotonic_ns()
-        for choice in self._choices:
-            choice.entry.last_written_ns = now
-        self._client.board.add("frames", num_frames)
+    def _count_frames(self, data: bytes) -> None:
+        if data is not KEEP_ALIVE:
+            self._client.board.add("frames", data.count(b"\n\n"))
 
     def _congest(self) -> None:
         """The transport did not take everything: from here on tokens wait as text."""
@@ -316,17 +342,20 @@ class SseStream:
         if is_blocking:
             for entry in still_open:
                 self._client.set_paused(entry, True)
-        try:
-            async with asyncio.timeout(self._config.slow_client_seconds):
-                await self._drain()
-        except TimeoutError:
-            self._give_up("it has read nothing for --slow-client-seconds")
-            raise ConnectionResetError("the client was too slow") from None
+        left = self._transport.get_write_buffer_size()
+        while self._is_congested:
+            try:
+                async with asyncio.timeout(self._config.slow_client_seconds):
+                    await self._drain()
+                self._is_congested = False
+            except TimeoutError:
+                before, left = left, self._transport.get_write_buffer_size()
+                if left >= before:  # slow is not stuck
+                    self._give_up("it has read nothing for --slow-client-seconds")
+                    raise ConnectionResetError("the client was too slow") from None
         if self._transport.is_closing():
             raise ConnectionResetError("the client has gone")
-        self._is_congested = False
-        self._waiting_bytes = 0
-        self._show_waiting()
+        self._note_waiting(0)
         if is_blocking:
             for entry in still_open:
                 self._client.set_paused(entry, False)
@@ -343,12 +372,13 @@ class SseStream:
             self._client.abort(choice.entry)
         self._transport.abort()
 
-    def _show_waiting(self) -> None:
+    def _note_waiting(self, num_bytes: int) -> None:
+        """`num_bytes` wait for this client now; the gauges are sums over all clients."""
         board = self._client.board
-        board["mailbox_bytes"] = self._waiting_bytes
-        board["mailbox_high_water_bytes"] = max(
-            self._waiting_bytes, board["mailbox_high_water_bytes"]
-        )
+        board.add("mailbox_bytes", num_bytes - self._waiting_bytes)
+        self._waiting_bytes = num_bytes
+        if board["mailbox_bytes"] > board["mailbox_high_water_bytes"]:
+            board["mailbox_high_water_bytes"] = board["mailbox_bytes"]
 
     def _bound_kernel_buffer(self, transport: asyncio.Transport) -> None:
         sock = transport.get_extra_info("socket")

@@ -8,13 +8,18 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
 from shmserve.http.errors import ApiError
+
+_TEMPLATE_FAULTS: Final = (
+    TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError,
+)  # fmt: skip
+"""What a template's own expressions can raise, given messages that it does not expect."""
 
 
 class TemplateError(ValueError):
@@ -69,7 +74,7 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise ApiError(
                 400,
                 f"The chat template refused the messages: {error}",
@@ -97,8 +102,5 @@ def continued_prompt(
             param="continue_final_message",
             code="template_error",
         )
-    if text and not before.endswith(text):  # the template strips blanks at the end: put them back
-        before = (
-            before[: before.rfind(text.rstrip()) + len(text.rstrip())] + text[len(text.rstrip()) :]
-        )
+    # As it is: blanks at the text's end are there, since for the template they stood before the marker.
     return before

@@ -53,14 +53,14 @@ class Committer:
         columns = self._scheduler.columns
         rows = batch.rows[batch.sample_seqs]
         live = ~columns.is_aborted[rows]
-        last = columns.last_time_ns[rows]
-        itl_ns = output.time_ns - last[live & (last > 0)]
-        columns.last_time_ns[rows] = output.time_ns
         endings: list[tuple[Sequence, Ending]] = []
         for index in output.failed:
             if live[index]:
                 live[index] = False
                 endings.append((self._sequence(rows[index]), Ending(FinishReason.ERROR)))
+        last = columns.last_time_ns[rows]
+        itl_ns = output.time_ns - last[live & (last > 0)]
+        columns.last_time_ns[rows] = output.time_ns
         is_slow = columns.is_slow[rows]
         if output.counts is not None:
             is_slow = is_slow | (output.counts != 1)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from shmserve.worker.commit import Committed
 
 
+MOST_NAMES = 65_536
+"""Names remembered; when there are more, all are forgotten and made anew."""
+
+
 class EmissionLog:
     """An open log file. Raises OSError at construction if it cannot be written."""
 
@@ -34,18 +38,17 @@ class EmissionLog:
                     ids.append(req_id)
                     indices.append(int.from_bytes(unit[at + 16 : at + 20], "little"))
                     counts.append(unit[at + 21])
-        line = f'{{"step":{step},"time_ns":{time_ns},"req_ids":["'
-        line += '","'.join(map(self._name, ids)) + '"]' if ids else '"]'
-        line = line.replace('[""]', "[]") + f',"indices":{indices}'
+        names = '"' + '","'.join(map(self._name, ids)) + '"' if ids else ""
+        line = f'{{"step":{step},"time_ns":{time_ns},"req_ids":[{names}],"indices":{json.dumps(indices)}'
         if any(count != 1 for count in counts):
             line += f',"counts":{json.dumps(counts)}'
         self._file.write(line + "}\n")
-        for sequence, _ in committed.endings:
-            self._names.pop(sequence.req_id, None)
 
     def _name(self, req_id: int) -> str:
         name = self._names.get(req_id)
         if name is None:
+            if len(self._names) >= MOST_NAMES:
+                self._names.clear()
             name = self._names[req_id] = f"{req_id:016x}"
         return name
 

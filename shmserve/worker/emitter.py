@@ -75,30 +75,39 @@ class Emitter:
         whole = b"".join((tokens, *rest)) if rest else tokens
         if self.writer.try_unit(whole, len(whole) // size):
             return
-        dropped = self.writer.write(tokens, records["req_id"].tolist())
+        keys: list[int] = records["req_id"].tolist()
         for req_id, unit in units:
-            keys = [req_id] * (len(unit) // size)
-            dropped += self.writer.write(memoryview(unit), keys)
-        lost = dict.fromkeys(dropped)
+            keys += [req_id] * (len(unit) // size)
+        lost: dict[int, None] = {}
+        if keys:
+            # One write for all: the policy that waits does so once a step, not once a unit.
+            lost = dict.fromkeys(self.writer.write(memoryview(whole)[: len(keys) * size], keys))
         for req_id, unit in kept:
             if req_id not in lost:
-                self.writer.keep(req_id, unit)
+                self._write_kept(req_id, unit)
         for req_id in lost:
-            self.writer.keep(req_id, end_dropped(req_id))
+            self._write_kept(req_id, end_dropped(req_id))
 
     def flush(self) -> None:
         """Credits may have come: write what waits and what was kept."""
         self.writer.flush()
         kept, self._kept = self._kept, []
         for req_id, unit in kept:
-            self.writer.keep(req_id, unit)
+            self._write_kept(req_id, unit)
 
-    def overloaded(self) -> list[int]:
-        """Requests to pause now: the heaviest, while more waits outside the ring than --coalesce-tokens."""
+    def _write_kept(self, req_id: int, unit: bytes) -> None:
+        # A ring may be smaller than a MESSAGE and its FINISH; the order of one request's slots is kept anyway.
+        most = self.writer.producer.capacity * self.writer.producer.slot_size
+        for start in range(0, len(unit), most):
+            self.writer.keep(req_id, unit[start : start + most])
+
+    def overloaded(self, can_pause: Callable[[int], bool]) -> list[int]:
+        """Requests to pause now: the heaviest that can be, while more waits outside the ring than --coalesce-tokens."""
         if self.writer.pending_weight <= self._limit:
             return []
-        keys = self.writer.pending_keys
-        return self.writer.heaviest(max(1, len(keys) // 4))
+        heaviest = self.writer.heaviest(len(self.writer.pending_keys))
+        keys = [req_id for req_id in heaviest if can_pause(req_id)]
+        return keys[: max(1, len(keys) // 4)]
 
     def is_relieved(self) -> bool:
         """True when paused requests may go on: less than half of the limit waits."""

@@ -20,11 +20,13 @@ from shmserve.config import RingConfig
 from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel
+from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire import Submit, TokenKind, pack_finish, pack_message
 from shmserve.worker.commit import Committed, Committer
 from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.emitter import Emitter
 from shmserve.worker.inbox import Inbox
+from shmserve.worker.refusal import fault_of
 from shmserve.worker.runner import ModelRunner
 from shmserve.worker.scheduler import NeverFitsError, Scheduler
 from shmserve.worker.sequence import Sequence
@@ -61,6 +63,9 @@ class Engine:
         self._backlogged: set[int] = set()  # paused because their output waits outside the ring
         self._held_by_client: set[int] = set()  # paused by PAUSE records
         self._doomed: list[Sequence] = []  # aborted under the forward pass
+        self._broken: set[int] = (
+            set()
+        )  # channels whose counters cannot be: closed at the step boundary
         self._is_computing = False
         self._num_arrived = 0
 
@@ -82,6 +87,7 @@ class Engine:
             return
         for sequence in [s for s in self._by_id.values() if s.channel == http]:
             self._forget(sequence)
+        self._broken.discard(http)
         del self._inboxes[http]
         self._emitters.pop(http).close()
 
@@ -97,22 +103,18 @@ class Engine:
         if request.req_id in self._by_id:
             log.warning("front end %d submitted %016x twice", http, request.req_id)
             return
-        now = time.monotonic_ns()
-        vocab = self.runner.info.vocab_size
-        ids = request.prompt_ids
-        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            self.refuse(
-                request.req_id, http, f"prompt token ids must be 0 to {vocab - 1}, and at least one"
-            )
+        fault = fault_of(request, self.runner.info.vocab_size)
+        if fault is not None:
+            self.refuse(request.req_id, http, fault)
             return
         self._num_arrived += 1
         sequence = Sequence(
             req_id=request.req_id,
             channel=http,
             params=request.params,
-            prompt_ids=ids,
+            prompt_ids=request.prompt_ids,
             arrival_order=self._num_arrived,
-            received_ns=now,
+            received_ns=time.monotonic_ns(),
         )
         try:
             self.scheduler.add(sequence)
@@ -123,6 +125,9 @@ class Engine:
 
     def refuse(self, req_id: int, http: int, reason: str) -> None:
         """Answer a SUBMIT that cannot be served."""
+        if req_id in self._by_id:  # it has its answer to come, and only one
+            log.warning("front end %d submitted %016x twice", http, req_id)
+            return
         now = time.monotonic_ns()
         unit = pack_message(req_id, reason, time_ns=now) + pack_finish(
             TokenKind.FINISH, req_id, time_ns=now, step=self.step_count, finish=FinishReason.ERROR
@@ -168,29 +173,37 @@ class Engine:
         return self.scheduler.has_work
 
     def drain_inboxes(self) -> None:
-        for inbox in self._inboxes.values():
-            inbox.drain(self)
+        for http, inbox in self._inboxes.items():
+            try:
+                inbox.drain(self)
+            except RingProtocolError as error:
+                self._distrust(http, error)
 
     def flush_emitters(self) -> None:
         """Write what waits for credits, and answers that no step will carry."""
-        for emitter in self._emitters.values():
-            emitter.flush()
+        for http, emitter in self._emitters.items():
+            try:
+                emitter.flush()
+            except RingProtocolError as error:
+                self._distrust(http, error)
         self._relieve()
+
+    def _distrust(self, http: int, error: RingProtocolError) -> None:
+        log.error("the channel to front end %d cannot be believed any more: %s", http, error)
+        self._broken.add(http)
 
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
         begin = time.monotonic_ns()
         self.drain_inboxes()
+        self.flush_emitters()  # before the schedule: credits let paused sequences go on
+        for http in list(self._broken):
+            self.close_channel(http)
         batch, started = self.scheduler.schedule(self.step_count + 1, begin)
-        for sequence in started:
-            if not sequence.num_retractions:
-                self._emitters[sequence.channel].keep(
-                    sequence.req_id,
-                    self._unit(TokenKind.STARTED, sequence, begin, Ending(FinishReason.NONE)),
-                )
-        self.flush_emitters()
         if batch is None:
             return False
+        if started:
+            self._announce(started, begin)
         self.step_count += 1
         self._show_phase(Phase.DECODE if batch.is_decode else Phase.PREFILL, begin)
         self._is_computing = True
@@ -211,6 +224,14 @@ class Engine:
         self._show(begin, committed)
         return True
 
+    def _announce(self, started: list[Sequence], now_ns: int) -> None:
+        for sequence in started:
+            if not sequence.num_retractions:
+                unit = self._unit(TokenKind.STARTED, sequence, now_ns, Ending(FinishReason.NONE))
+                self._emitters[sequence.channel].keep(sequence.req_id, unit)
+                self._board.add("prompt_tokens", sequence.num_prompt_tokens)
+        self.flush_emitters()
+
     def _publish(self, committed: Committed) -> None:
         emitters = self._emitters
         for http, emitter in emitters.items():
@@ -218,11 +239,16 @@ class Engine:
             units = [(req_id, unit) for channel, req_id, unit in committed.units if channel == http]
             if len(emitters) > 1:
                 records = records[committed.channels == http]
-            emitter.publish(records, units, self._end_dropped)
-            for req_id in emitter.overloaded():
-                if req_id in self._by_id and req_id not in self._backlogged:
-                    self._backlogged.add(req_id)
-                    self._apply_pause(req_id)
+            try:
+                emitter.publish(records, units, self._end_dropped)
+            except RingProtocolError as error:
+                self._distrust(http, error)
+            for req_id in emitter.overloaded(self._can_pause):
+                self._backlogged.add(req_id)
+                self._apply_pause(req_id)
+
+    def _can_pause(self, req_id: int) -> bool:
+        return req_id in self._by_id and req_id not in self._backlogged
 
     def _relieve(self) -> None:
         if not self._backlogged:
@@ -234,8 +260,10 @@ class Engine:
                 self._apply_pause(req_id)
 
     def _apply_pause(self, req_id: int) -> None:
-        is_paused = req_id in self._backlogged or req_id in self._held_by_client
-        self.scheduler.set_paused(self._by_id[req_id], is_paused)
+        is_held = req_id in self._held_by_client
+        self.scheduler.set_paused(
+            self._by_id[req_id], is_held or req_id in self._backlogged, yields=is_held
+        )
 
     def _end_dropped(self, req_id: int) -> bytes:
         """The drop policy threw a record of this request away: it ends with an error, never as a text with a hole."""

@@ -1,7 +1,8 @@
 """The worker's way in: the records of one channel's submit ring, as calls on the engine.
 
-Owns: the submit ring's reading end. Never: waits, or decides anything about a request. A record that cannot be is counted and
-ends its request, not the worker; counters that cannot be end the channel (RingProtocolError).
+Owns: the submit ring's reading end. Never: waits, or decides anything about a request. A record that cannot be is counted; if
+it is a SUBMIT it is refused, since every SUBMIT is answered, and nothing else is. It never ends the worker; counters that
+cannot be end the channel (RingProtocolError).
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ class Inbox:
         consumer = self._consumer
         owed = handled = consumer.poll()
         while owed:
-            first = consumer.peek(0)
+            req_id = kind = 0
             count = 1
             try:
-                req_id, kind, count = submit_head(first)
+                req_id, kind, count = submit_head(consumer.peek(0))
                 # A unit goes into one publish: all its slots are here, or it is broken.
                 if not 1 <= count <= owed:
                     count = 1
                     raise WireError(f"SUBMIT {req_id:016x} is not whole")
                 self._hand_over(sink, req_id, kind, [consumer.peek(i) for i in range(count)])
             except WireError as error:
-                self._bad(sink, int.from_bytes(first[:8], "little"), error)
+                self._bad(sink, req_id, kind, error)
             consumer.release(count)
             owed -= count
         return handled
@@ -80,7 +81,9 @@ class Inbox:
         else:
             raise WireError(f"a stray record of kind {kind}")
 
-    def _bad(self, sink: Sink, req_id: int, error: WireError) -> None:
+    def _bad(self, sink: Sink, req_id: int, kind: int, error: WireError) -> None:
         self.num_bad += 1
         log.warning("bad submit record from front end %d: %s", self.channel.http, error)
-        sink.refuse(req_id, self.channel.http, f"the worker could not read the request: {error}")
+        if kind == SubmitKind.SUBMIT:
+            reason = f"the worker could not read the request: {error}"
+            sink.refuse(req_id, self.channel.http, reason)

@@ -6,8 +6,8 @@ a token's meaning.
 Each step takes one token of every decoding sequence, then prompt chunks, oldest first, as far as the token budget goes
 (chunked prefill), then admits from the waiting list while rows and blocks last. When a decoding sequence needs a block and
 none is free, the sequence that comes last (paused ones first, then by priority and arrival) is preempted: its blocks are
-freed and it waits again with all its tokens, to be recomputed. A sequence that could not run alone is refused at `add`, so
-the first in line always finishes: there is no livelock.
+freed and it waits again with all its tokens, to be recomputed. One that its client has paused is preempted for whoever waits,
+too. A sequence that could not run alone is refused at `add`, so the first in line always finishes: there is no livelock.
 
 Law (`check`): rows and blocks held by running sequences, and the free ones, are all there are; nobody waits and runs.
 Worker's main thread only.
@@ -127,19 +127,18 @@ class Scheduler:
                     np.int32,
                 )
             columns = self.columns
-            last = columns.num_tokens[rows] - 1 + self._lookahead
-            short = rows[last // self.info.block_size >= columns.num_blocks[rows]]
-            for row in short.tolist():
-                sequence = self.by_row[row]
+            more = self._blocks_for(columns.num_tokens[rows]) - columns.num_blocks[rows]
+            for index in np.flatnonzero(more > 0).tolist():
+                sequence = self.by_row[int(rows[index])]
                 assert sequence is not None
-                while not self.blocks.num_free:
+                while self.blocks.num_free < more[index]:
                     victim = max(self.running, key=lambda s: (s.is_paused, _order(s)))
                     self._preempt(victim)
                     if victim is sequence:
                         break
                 if self._decode_rows is None:
                     break  # somebody was preempted, perhaps one of `rows`: look again
-                self._grow(sequence, 1)
+                self._grow(sequence, int(more[index]))
             else:
                 return rows
 
@@ -149,18 +148,27 @@ class Scheduler:
         return int(self.columns.num_tokens[row]) - int(self.columns.num_computed[row])
 
     def _admissible(self) -> Sequence | None:
-        if not self.columns.num_free_rows:
+        """The first in line, if there is a row and blocks for it: nobody passes it while it waits for them."""
+        first = next((s for s in self.waiting if not s.is_paused), None)
+        if first is None:
             return None
-        for sequence in self.waiting:
-            if sequence.is_paused:
-                continue
-            needed = self._blocks_for(len(sequence.token_ids))
-            # First in line: nobody passes it while it waits for blocks.
-            return sequence if needed <= self.blocks.num_free else None
-        return None
+        needed = int(self._blocks_for(len(first.token_ids)))
+        if self._has_room(needed):
+            return first
+        yielding = sorted((s for s in self.running if s.yields), key=_order)
+        if self.blocks.num_free + sum(len(s.blocks) for s in yielding) < needed:
+            return None
+        while yielding and not self._has_room(needed):
+            self._preempt(yielding.pop())
+        return first if self._has_room(needed) else None
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.info.block_size)
+    def _has_room(self, num_blocks: int) -> bool:
+        return self.columns.num_free_rows > 0 and self.blocks.num_free >= num_blocks
+
+    def _blocks_for(self, num_tokens: npt.NDArray[np.int32] | int) -> npt.NDArray[np.int32]:
+        """Blocks for the keys and values of so many tokens, and of those that one step may add to them."""
+        reach = np.minimum(np.add(num_tokens, self._lookahead), self.info.max_model_len)
+        return -(-reach // self.info.block_size)
 
     def _admit(self, sequence: Sequence, now_ns: int) -> None:
         self.waiting.remove(sequence)
@@ -182,9 +190,9 @@ class Scheduler:
         if len(sequence.stop_ids) <= STOP_COLUMNS:
             columns.stop_ids[row, : len(sequence.stop_ids)] = sorted(sequence.stop_ids)
         columns.num_blocks[row] = 0
-        columns.last_time_ns[row] = 0
+        columns.last_time_ns[row] = sequence.last_time_ns
         self.sampling.set(row, params, tuple(sequence.stop_ids), num_tokens - num_prompt)
-        self._grow(sequence, self._blocks_for(num_tokens))
+        self._grow(sequence, int(self._blocks_for(num_tokens)))
         sequence.is_prefilling = True
         self._prefilling.append(sequence)
         if not sequence.admitted_ns:
@@ -205,6 +213,7 @@ class Scheduler:
         row = sequence.row
         num_tokens = int(self.columns.num_tokens[row])
         sequence.token_ids = self.columns.token_ids[row, :num_tokens].copy()
+        sequence.last_time_ns = int(self.columns.last_time_ns[row])
         sequence.num_retractions += 1
         self.num_preempted += 1
         self._leave(sequence)
@@ -219,6 +228,7 @@ class Scheduler:
             sequence.is_prefilling = False
         self.by_row[row] = None
         self.blocks.release(sequence.blocks)
+        self.columns.block_table[row, : len(sequence.blocks)] = 0
         sequence.blocks = []
         sequence.row = -1
         self.sampling.clear(row)
@@ -232,9 +242,10 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def set_paused(self, sequence: Sequence, is_paused: bool) -> None:
-        """A paused sequence keeps its blocks (unless others need them) and computes nothing."""
+    def set_paused(self, sequence: Sequence, is_paused: bool, *, yields: bool = False) -> None:
+        """A paused sequence computes nothing. It keeps its blocks unless others run out, or wait while it `yields`."""
         sequence.is_paused = is_paused
+        sequence.yields = is_paused and yields
         self._decode_rows = None
 
     def advance(self, batch: Batch, now_ns: int) -> None:

@@ -35,6 +35,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     matcher: StopMatcher | None = None
     is_paused: bool = False
+    yields: bool = False
+    """Paused by its client, for who knows how long: whoever waits may have its row and blocks."""
     is_prefilling: bool = False
     num_retractions: int = 0
     cached_tokens: int = 0
@@ -42,6 +44,8 @@ class Sequence:
     scheduled_ns: int = 0
     prefill_end_ns: int = 0
     first_token_ns: int = 0
+    last_time_ns: int = 0
+    """Of its newest token, while it waits after a preemption."""
     admit_order: int = 0
 
     @property

@@ -10,11 +10,11 @@ request's seed, gives its token lists one step after the other, and EOS behind t
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,11 +33,8 @@ class ScriptError(ValueError):
 def load_script(path: str, vocab_size: int) -> dict[int, list[list[int]]]:
     """The file's `{"SEED": [[ids of step 1], [ids of step 2], ...], ...}`. Raises ScriptError."""
     try:
-        raw = json.loads(Path(path).read_text())
-        script = {
-            int(seed): [list(map(int, step)) for step in steps] for seed, steps in raw.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        script = msgspec.json.decode(Path(path).read_bytes(), type=dict[int, list[list[int]]])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ScriptError(f"--script {path}: {error}") from None
     for seed, steps in script.items():
         for step in steps:

@@ -118,9 +118,9 @@ class OpenAIChoice:
         self._index = index
         self._params = params
         self._eos_ids = eos_ids
-        hole = "\x1a"  # escaped to six bytes that no other field can hold
+        hole = "\x1a"  # escaped to six bytes
         whole = event(self._chunk(hole))
-        before, _, after = whole.partition(b"\\u001a")
+        before, _, after = whole.rpartition(b"\\u001a")  # nothing behind the text is a client's
         self.around_text: tuple[bytes, bytes] | None = (before, after)
 
     def _chunk(self, text: str, **more: Any) -> dict[str, Any]:

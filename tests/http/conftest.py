@@ -1,0 +1,106 @@
+"""One simulated server for most tests of this folder, and others with flags of their own when a test asks for them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shmserve.models import PreparedModel
+
+HERE = str(Path(__file__).resolve().parent)
+if HERE not in sys.path:  # serving.py, puppet.py: shared by this folder's tests and tests/e2e
+    sys.path.insert(0, HERE)
+
+from serving import Asker, Server  # noqa: E402
+
+_numbers = itertools.count()
+
+SCRIPTS = {
+    "dabelske": [[143], [233], [5415], [82], [1025], [91], [2756]],
+    "emoji": [[19556], [10813], [242], [218], [17]],
+    "hello_world_world": [[19556], [905], [905]],
+    "replacement_inside": [[19556], [24211], [17]],
+    "replacement_last": [[486], [24211]],
+    "special_inside": [[19556], [0], [905]],
+    "bad_order": [[10813], [242], [242], [218]],
+    "unfinished_then_plain": [[19556], [10813], [17], [905], [10813], [242], [905]],
+    "dog_then_eos": [[2767], [2]],
+    "one_two_three_four_at_once": [[537, 827, 1296, 1876]],
+    "one_two_three_four": [[537], [827], [1296], [1876]],
+    "stop_inside_limit": [[33, 34], [48124, 35, 36, 37]],
+    "stop_behind_limit": [[33, 34, 35], [36, 37, 48124]],
+    "separators": [[81], [321], [118], [82], [141], [223], [83], [201], [198], [84]],
+    "twenty_at_once": [[537, 827, 1296, 1876] * 5],
+}
+SEEDS = {name: 1_000_000 + i for i, name in enumerate(SCRIPTS)}
+
+
+@pytest.fixture(scope="session")
+def script_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "script.json"
+    path.write_text(json.dumps({SEEDS[name]: steps for name, steps in SCRIPTS.items()}))
+    return path
+
+
+@pytest.fixture(scope="session")
+def start_server(
+    default_model: PreparedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Server]]:
+    """start_server(*flags): a simulated server of its own. At the end of the session all end, and leave nothing."""
+    servers: list[Server] = []
+
+    def start(*flags: str) -> Server:
+        number = next(_numbers)
+        folder = tmp_path_factory.mktemp("server")
+        name = f"test-http-{os.getpid()}-{number}"
+        flags = ("--runner=simulated", *flags)
+        servers.append(Server(folder, name, *flags))
+        return servers[-1].wait_ready()
+
+    yield start
+    failures = []
+    for server in servers:
+        try:
+            server.stop()
+        except AssertionError as error:
+            failures.append(error)
+    assert not failures, failures
+
+
+@pytest.fixture(scope="session")
+def server(start_server: Callable[..., Server], script_file: Path) -> Server:
+    """The simulated server that most tests share: a step every 2 ms, the scripts of the cases, and bounds small enough to meet."""
+    return start_server(
+        "--step-ms=2", f"--script={script_file}", "--max-body-bytes=4M", "--slow-client-bytes=16384"
+    )
+
+
+@pytest.fixture
+def asker(server: Server) -> Iterator[Asker]:
+    """The shared server; what a test leaves running is a fault of the server or of the test."""
+    yield server
+    server.wait_idle()
+
+
+@pytest.fixture
+def seed_of() -> Callable[[str], int]:
+    """seed_of(name of a script): the seed that chooses it."""
+    return SEEDS.__getitem__
+
+
+@pytest.fixture
+def ids_of() -> Callable[[str], list[int]]:
+    """ids_of(name of a script): all its ids in one list."""
+    return lambda name: [token_id for step in SCRIPTS[name] for token_id in step]
+
+
+@pytest.fixture
+def force() -> Callable[[int], dict[str, object]]:
+    """force(id): the fields that make a server give this token at every step."""
+    return lambda token_id: {"temperature": 0, "logit_bias": {str(token_id): 100}}
