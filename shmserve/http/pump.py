@@ -207,8 +207,7 @@ class Pump:
                 entry.signal.set()
             return count
         if kind == TokenKind.STARTED:
-            entry.started = unpack_finish(slot)
-            entry.signal.set()
+            entry.started = unpack_finish(slot)  # wakes nobody: see SseStream._first_word
         elif kind == TokenKind.MESSAGE:
             self._messages[entry.req_id] = self._messages.get(entry.req_id, "") + unpack_message(
                 slot

@@ -17,7 +17,7 @@ HERE = str(Path(__file__).resolve().parent)
 if HERE not in sys.path:  # serving.py, puppet.py: shared by this folder's tests and tests/e2e
     sys.path.insert(0, HERE)
 
-from serving import Asker, Server  # noqa: E402
+from serving import Asker, Server, Wire  # noqa: E402
 
 _numbers = itertools.count()
 
@@ -104,3 +104,17 @@ def ids_of() -> Callable[[str], list[int]]:
 def force() -> Callable[[int], dict[str, object]]:
     """force(id): the fields that make a server give this token at every step."""
     return lambda token_id: {"temperature": 0, "logit_bias": {str(token_id): 100}}
+
+
+@pytest.fixture
+def wire() -> Iterator[Callable[..., Wire]]:
+    """wire(server, receive_buffer=0): a bare connection, closed at the end of the test."""
+    wires: list[Wire] = []
+
+    def connect(server: Server, receive_buffer: int = 0) -> Wire:
+        wires.append(Wire(server.port, receive_buffer))
+        return wires[-1]
+
+    yield connect
+    for each in wires:
+        each.close()

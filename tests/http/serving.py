@@ -94,7 +94,10 @@ class Stream:
 
     def objects(self) -> list[dict[str, Any]]:
         """Every event but [DONE], which must be the last, and there only once; then the body ends."""
-        data = list(self.events())
+        try:
+            data = list(self.events())
+        finally:
+            self.leave()
         assert data and data[-1] == "[DONE]" and data.count("[DONE]") == 1, data[-3:]
         return [json.loads(text) for text in data[:-1]]
 
