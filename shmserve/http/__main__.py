@@ -24,6 +24,7 @@ from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
 from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
+from shmserve.http.listener import listen
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
@@ -31,8 +32,6 @@ from shmserve.models import PreparedModel
 from shmserve.rings.channel import Channel
 
 log = logging.getLogger(__name__)
-
-ACCEPTS_PER_TURN = 1
 
 
 class HttpProcess:
@@ -85,9 +84,7 @@ class HttpProcess:
         await runner.setup()
         self._server = runner.server
         for sock in self._sockets:
-            # asyncio accepts as many connections in one turn as the backlog says: a burst would hold the loop.
-            await web.SockSite(runner, sock, backlog=ACCEPTS_PER_TURN).start()
-            sock.listen(self.joined.config.http.backlog)  # the kernel's own queue stays long
+            await listen(runner, sock, self.joined.config.http)
         # What lives now lives until the end: a full collection over it would hold every stream for 50 ms.
         gc.collect()
         gc.freeze()

@@ -36,30 +36,30 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     request[ARRIVAL] = time.monotonic_ns()
     try:
         return await handler(request)
-    except ApiError as error:
-        return error.response()
-    except web.HTTPRequestEntityTooLarge as error:
-        return ApiError(
-            413,
-            f"The body is larger than {request.client_max_size} bytes (--max-body-bytes). {error.text or ''}".strip(),
-            code="body_too_large",
-        ).response()
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
-        what = f"{request.method} {request.path}"
-        response = ApiError(error.status, f"{error.reason}: {what}", code=code).response()
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
     except (asyncio.CancelledError, ConnectionResetError):
         raise  # the client has gone: nobody reads an answer
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
+    except Exception as error:
+        response = _as_api_error(request, error).response()
+        response.headers.update(endpoints.response_headers(request, None, []))
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+
+
+def _as_api_error(request: web.Request, error: Exception) -> ApiError:
+    what = f"{request.method} {request.path}"
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        limit = request.client_max_size
         return ApiError(
-            500, "The server failed to handle the request.", code="internal_error"
-        ).response()
+            413, f"The body is larger than {limit} bytes (--max-body-bytes).", code="body_too_large"
+        )
+    if isinstance(error, web.HTTPException) and error.status >= 400:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
+        return ApiError(error.status, f"{error.reason}: {what}", code=code)
+    log.error("%s failed", what, exc_info=error)
+    return ApiError(500, "The server failed to handle the request.", code="internal_error")
 
 
 def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Application:

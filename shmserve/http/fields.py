@@ -103,7 +103,7 @@ def logit_bias(value: Mapping[str, float] | None, vocab_size: int) -> tuple[tupl
     """OpenAI's range: -100 to 100; keys are token ids as strings."""
     pairs = []
     for key, bias in (value or {}).items():
-        if not re.fullmatch(r"\d{1,10}", key) or int(key) >= vocab_size:
+        if not re.fullmatch(r"[0-9]{1,10}", key) or int(key) >= vocab_size:
             raise bad_field(
                 "logit_bias", f"logit_bias key {key[:40]!r} is no token id in 0 to {vocab_size - 1}"
             )

@@ -10,16 +10,13 @@ The second boundary, from a request to a slow client's socket, has the three pol
     block      and its sequences are paused in the scheduler meanwhile
     drop       the connection is closed at once
 
-The kernel would hide a slow client behind megabytes of its own buffers, so TCP sockets get TCP_NOTSENT_LOWAT and
-TCP_USER_TIMEOUT. Event loop's thread only.
+The kernel would hide a slow client behind megabytes of its own buffers: `listener.py` bounds them. Event loop's thread only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
@@ -44,8 +41,6 @@ DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 RECHECK_S: Final = 1.0
 """How often a stream that has no token yet looks whether it has been started."""
-NOTSENT_LOWAT_BYTES: Final = 16 * 1024
-_TCP_NOTSENT_LOWAT: Final = 25  # not in the socket module of every Python
 
 
 class ChoiceFormat(Protocol):
@@ -161,7 +156,6 @@ class SseStream:
             raise ConnectionResetError("the client has gone")
         self._transport = transport
         transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
-        self._bound_kernel_buffer(transport)
         self._drain = writer.drain
         self._by_entry = {id(choice.entry): choice for choice in self._choices}
         try:
@@ -383,13 +377,3 @@ class SseStream:
         self._waiting_bytes = num_bytes
         if board["mailbox_bytes"] > board["mailbox_high_water_bytes"]:
             board["mailbox_high_water_bytes"] = board["mailbox_bytes"]
-
-    def _bound_kernel_buffer(self, transport: asyncio.Transport) -> None:
-        sock = transport.get_extra_info("socket")
-        if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        # A proxy's or sandbox's socket may not know the options: the bounds in user space still hold.
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
-            timeout_ms = int(self._config.slow_client_seconds * 1000)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

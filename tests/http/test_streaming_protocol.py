@@ -12,7 +12,12 @@ PATHS = {"/v1/completions": {"prompt": "Hi"}, "/v1/chat/completions": CHAT}
 
 ENDINGS = {
     "length": {"max_tokens": 3},
-    "stop string": {"max_tokens": 9, "stop": ["og d"], "temperature": 0, "logit_bias": {"2767": 100}},
+    "stop string": {
+        "max_tokens": 9,
+        "stop": ["og d"],
+        "temperature": 0,
+        "logit_bias": {"2767": 100},
+    },
     "stop at the first token": {"max_tokens": 9, "temperature": 0, "logit_bias": {"2": 100}},
     "three choices": {"max_tokens": 3, "n": 3},
     "usage": {"max_tokens": 3, "stream_options": {"include_usage": True}},
@@ -118,10 +123,14 @@ def test_several_choices_keep_their_texts_apart_C7(asker):
         assert plain["usage"]["completion_tokens"] == 15
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     prompt=st.text(
-        st.characters(blacklist_categories=["Cs"], blacklist_characters="\x00"), min_size=1, max_size=40
+        st.characters(blacklist_categories=["Cs"], blacklist_characters="\x00"),
+        min_size=1,
+        max_size=40,
     ),
     seed=st.integers(0, 2**64 - 1),
     max_tokens=st.integers(1, 40),
@@ -205,7 +214,11 @@ def test_a_second_request_behind_a_running_stream_is_answered_after_it(server, w
 def test_requests_reuse_a_connection(server):
     connection = server.connect()
     for i in range(5):
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": "Hi", "max_tokens": 2, "stream": bool(i % 2)}))
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps({"prompt": "Hi", "max_tokens": 2, "stream": bool(i % 2)}),
+        )
         response = connection.getresponse()
         assert response.status == 200
         assert response.read()

@@ -189,9 +189,7 @@ def test_endoftext_is_no_end_by_this_models_metadata_K5(asker, force):
 
 
 def test_a_stop_token_of_the_request_ends_it_and_has_no_text(asker, seed_of):
-    told = every_way(
-        asker, seed=seed_of("one_two_three_four"), stop_token_ids=[1296], max_tokens=9
-    )
+    told = every_way(asker, seed=seed_of("one_two_three_four"), stop_token_ids=[1296], max_tokens=9)
     assert (told.text, told.finish, told.matched, told.num_tokens) == ("one two", "stop", 1296, 3)
 
 
@@ -202,11 +200,18 @@ def test_line_separators_in_the_text_never_stand_raw_on_the_wire_C5(asker, seed_
         ("/v1/completions", {"prompt": "Hi", "seed": seed_of(script), "max_tokens": 10}),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "Hi"}], "seed": seed_of(script), "max_tokens": 10},
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "seed": seed_of(script),
+                "max_tokens": 10,
+            },
         ),
         (
             "/generate",
-            {"text": "Hi", "sampling_params": {"sampling_seed": seed_of(script), "max_new_tokens": 10}},
+            {
+                "text": "Hi",
+                "sampling_params": {"sampling_seed": seed_of(script), "max_new_tokens": 10},
+            },
         ),
     ):
         stream: Stream = asker.stream(path, **more)

@@ -84,7 +84,17 @@ def test_a_chat_without_a_limit_runs_to_the_contexts_end_D1(start_short):
     ("name", "word"),
     [
         ("temperature", word)
-        for word in ("NaN", "Infinity", "-Infinity", "1e999", '"NaN"', "-0.1", "true", "10000000", "[]")
+        for word in (
+            "NaN",
+            "Infinity",
+            "-Infinity",
+            "1e999",
+            '"NaN"',
+            "-0.1",
+            "true",
+            "10000000",
+            "[]",
+        )
     ]
     + [("top_p", word) for word in ("NaN", "1.5", "-0.1", "1e999", "true")]
     + [("top_k", word) for word in ("-2", "1.5", "99999999999", '"1"')]
@@ -100,7 +110,8 @@ def test_a_number_that_is_none_or_out_of_range_is_refused_D2(asker, path, name, 
 
 
 @pytest.mark.parametrize(
-    "fields", [{"temperature": 1e6}, {"temperature": 1e-12}, {"temperature": 0}, {"top_p": 0}, {"top_k": -1}]
+    "fields",
+    [{"temperature": 1e6}, {"temperature": 1e-12}, {"temperature": 0}, {"top_p": 0}, {"top_k": -1}],
 )
 def test_numbers_at_the_edges_are_served_D2(asker, fields):
     assert asker.complete(max_tokens=2, **fields)["usage"]["completion_tokens"] == 2
@@ -127,7 +138,9 @@ def test_numbers_at_the_edges_are_served_D2(asker, fields):
 )
 def test_token_ids_outside_the_vocabulary_are_refused_and_named_D3(asker, prompt, named):
     bodies = [("/v1/completions", "prompt", {"prompt": prompt, "max_tokens": 2})]
-    bodies.append(("/generate", "input_ids", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}}))
+    bodies.append(
+        ("/generate", "input_ids", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}})
+    )
     for path, name, body in bodies:
         if named is None:
             assert asker.post(path, body).status in (200, 400)  # strings and ids in one list
@@ -177,7 +190,9 @@ def test_deeply_nested_json_is_refused_or_ignored_D5(asker, depth):
             assert answer.status in (200, 400), answer.body
             if answer.status == 400:
                 answer.error()
-    message = json.dumps({"messages": [{"role": "user", "content": "Hi", "x": "@"}], "max_tokens": 1})
+    message = json.dumps(
+        {"messages": [{"role": "user", "content": "Hi", "x": "@"}], "max_tokens": 1}
+    )
     answer = asker.post("/v1/chat/completions", message.replace('"@"', nest).encode())
     assert answer.status in (200, 400)
 
@@ -302,7 +317,8 @@ def start_short(start_server):
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
-    "body", [b'{"a":1,}', b"", b"[]", b'"x"', b"null", b"\xff\xfe", b"{", b'{"prompt":"\\ud800"}', b"7"]
+    "body",
+    [b'{"a":1,}', b"", b"[]", b'"x"', b"null", b"\xff\xfe", b"{", b'{"prompt":"\\ud800"}', b"7"],
 )
 def test_bad_json_is_refused_D10(asker, path, body):
     answer = asker.post(path, body)
@@ -397,7 +413,11 @@ def test_a_field_of_generate_that_is_not_honoured_yet_is_refused_by_name(asker):
     }.items():
         error = refused(asker, "/generate", BODIES["/generate"] | {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    for name, value in {"frequency_penalty": 1, "repetition_penalty": 2, "json_schema": "{}"}.items():
+    for name, value in {
+        "frequency_penalty": 1,
+        "repetition_penalty": 2,
+        "json_schema": "{}",
+    }.items():
         error = refused(asker, "/generate", with_sampling("/generate", **{name: value}))
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
