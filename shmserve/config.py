@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 Policy = Literal["coalesce", "block", "drop"]
-RunnerName = Literal["auto", "torch", "simulated"]
+RunnerName = Literal["auto", "cpu", "torch", "simulated"]
 
 
 class ConfigError(ValueError):

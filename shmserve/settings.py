@@ -71,7 +71,7 @@ SETTINGS: Final = (
     Setting("--slow-client-bytes", "http.slow_client_bytes", _BYTES, "Bytes that may wait for one client."),
     Setting("--slow-client-seconds", "http.slow_client_seconds", float, "How long a client may be stuck."),
     Setting("--owned-by", "http.owned_by", str, "The owner that /v1/models names."),
-    Setting("--runner", "worker.runner", click.Choice(get_args(RunnerName)), "What computes: torch, or a simulated GPU."),
+    Setting("--runner", "worker.runner", click.Choice(get_args(RunnerName)), "What computes: the C kernels for the CPU, torch, or a simulated GPU; auto: the best that works here."),
     Setting("--step-ms", "worker.step_ms", float, "Simulated runner: period of a step in milliseconds."),
     Setting("--script", "worker.script", _FILE, "Simulated runner: JSON file of token ids to emit."),
     Setting("--max-num-seqs", "worker.max_num_seqs", int, "Sequences computed at once (simulated runner: 256)."),

@@ -191,6 +191,7 @@ class HttpProcess:
         if num_in_flight or board["in_flight"]:
             board["in_flight"] = num_in_flight
             board["waiting"] = self.client.num_waiting
+        board["connections"] = len(self._server.connections) if self._server else 0
         for link in self.client.links.values():
             link.fold_times()
         self._beat_due = now + HEARTBEAT_S

@@ -36,8 +36,12 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     request[ARRIVAL] = time.monotonic_ns()
     try:
         return await handler(request)
-    except (asyncio.CancelledError, ConnectionResetError):
-        raise  # the client has gone: nobody reads an answer
+    except ConnectionError as error:
+        # The client has gone, and nobody reads an answer; raised on, it would be an error with a traceback in the log.
+        log.debug("%s %s: %s", request.method, request.path, error)
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response()
     except Exception as error:
         response = _as_api_error(request, error).response()
         response.headers.update(endpoints.response_headers(request, None, []))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import time
 from array import array
 from collections.abc import Callable
@@ -29,7 +30,6 @@ from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire import (
     FLAG_LAST_IS_STOP,
     TOKEN_SLOT_BYTES,
-    TOKENS_DTYPE,
     TokenKind,
     unpack_finish,
     unpack_message,
@@ -49,6 +49,7 @@ _COLUMNS: Final = np.dtype(
         "itemsize": TOKEN_SLOT_BYTES,
     }
 )
+_TOKEN_IDS: Final = struct.Struct("<8i")
 _PLAIN: Final = TokenKind.TOKENS | 1 << 8
 
 _U8: TypeAlias = npt.NDArray[np.uint64]
@@ -160,8 +161,9 @@ class Pump:
                         if buffered():
                             entry.on_congested()
                         continue
+                # A copy: a traceback that somebody keeps would keep a view, and the channel could not be closed.
                 slow_tokens += self._guarded(
-                    entry, view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES]
+                    entry, view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES].tobytes()
                 )
             else:
                 self.num_stale += req_id != 0  # READY has no request
@@ -181,7 +183,7 @@ class Pump:
         view.release()
         consumer.release(count)
 
-    def _guarded(self, entry: InFlight, slot: memoryview) -> int:
+    def _guarded(self, entry: InFlight, slot: bytes) -> int:
         """`_slow`, and whatever goes wrong in it ends this request only."""
         try:
             return self._slow(entry, slot)
@@ -191,15 +193,14 @@ class Pump:
             entry.fail(ApiError(500, "The server could not handle the model's output."))
             return 0
 
-    def _slow(self, entry: InFlight, slot: memoryview) -> int:
+    def _slow(self, entry: InFlight, slot: bytes) -> int:
         """Any record that is not a plain token on a stream that keeps up; the number of tokens in it."""
         kind = slot[20]
         if kind == TokenKind.TOKENS:
-            record = np.frombuffer(slot, TOKENS_DTYPE)[0]
             count = slot[21]
             is_first = not entry.has_tokens
             entry.has_tokens = True
-            entry.token_ids += record["token_ids"][:count].tolist()
+            entry.token_ids += _TOKEN_IDS.unpack_from(slot, 32)[:count]
             entry.was_stop_token = bool(slot[23] & FLAG_LAST_IS_STOP)
             if entry.on_tokens is not None:
                 entry.on_tokens(entry)

@@ -28,6 +28,7 @@ from aiohttp.http import HttpVersion11
 from shmserve.http.detokenizer import TextStream
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import Direct, InFlight, Signal
+from shmserve.http.listener import NOTSENT_LOWAT_BYTES, backlog_bytes
 
 if TYPE_CHECKING:
     from shmserve.config import HttpConfig
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
+TAIL_BYTES: Final = NOTSENT_LOWAT_BYTES
+"""Last events that the kernel takes at once from a client that keeps up: they go in one send with the end of the body."""
 RECHECK_S: Final = 1.0
 """How often a stream that has no token yet looks whether it has been started."""
 
@@ -221,7 +224,8 @@ class SseStream:
             self._congest()
         while True:
             events = self._advance_all()
-            if not (self._is_congested or any(choice.is_open for choice in self._choices)):
+            is_over = not any(choice.is_open for choice in self._choices)
+            if is_over and not self._is_congested and len(events) <= TAIL_BYTES:
                 self._count_frames(events)
                 return events
             self._write(events)  # what came before an error is sent before it
@@ -231,6 +235,8 @@ class SseStream:
             if self._is_congested:
                 await self._relieve()
                 continue
+            if is_over:
+                return b""
             still_open = [choice for choice in self._choices if choice.is_open]
             for choice in still_open:
                 self._go_direct(choice)
@@ -340,23 +346,32 @@ class SseStream:
         if is_blocking:
             for entry in still_open:
                 self._client.set_paused(entry, True)
-        left = self._transport.get_write_buffer_size()
-        while self._is_congested:
-            try:
-                async with asyncio.timeout(self._config.slow_client_seconds):
-                    await self._drain()
-                self._is_congested = False
-            except TimeoutError:
-                before, left = left, self._transport.get_write_buffer_size()
-                if left >= before:  # slow is not stuck
-                    self._give_up("it has read nothing for --slow-client-seconds")
-                    raise ConnectionResetError("the client was too slow") from None
+        await self._until_read()
         if self._transport.is_closing():
             raise ConnectionResetError("the client has gone")
+        self._is_congested = False
         self._note_waiting(0)
         if is_blocking:
             for entry in still_open:
                 self._client.set_paused(entry, False)
+
+    async def _until_read(self) -> None:
+        """Return when the transport's buffer is empty. Raises ConnectionError for a client that reads nothing for too long."""
+        # One wait for all: aiohttp's drain, once cancelled by a timeout, raises CancelledError for ever after.
+        drained = asyncio.gather(self._drain(), return_exceptions=True)
+        left = backlog_bytes(self._transport)
+        try:
+            while not drained.done():
+                await asyncio.wait([drained], timeout=self._config.slow_client_seconds)
+                before, left = left, backlog_bytes(self._transport)
+                if not drained.done() and left >= before:  # slow is not stuck
+                    self._give_up("it has read nothing for --slow-client-seconds")
+                    raise ConnectionResetError("the client was too slow")
+            for failure in drained.result():
+                if failure is not None:
+                    raise failure
+        finally:
+            drained.cancel()
 
     def _give_up(self, reason: str) -> None:
         """Close the connection of a client that is too slow. Its handler is cancelled by that, and aborts its requests."""

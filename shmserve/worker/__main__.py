@@ -159,18 +159,28 @@ def build_runner(worker: Worker) -> ModelRunner:
             block_size=config.block_size,
             script=load_script(config.script, model.vocab_size) if config.script else None,
         )
+    limits: dict[str, Any] = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "kv_cache_bytes": config.kv_cache_bytes or default_kv_cache_bytes(),
+        "block_size": config.block_size,
+        "num_threads": config.num_threads or None,
+        "progress": worker.progress,
+    }
+    if config.runner in ("auto", "cpu"):
+        from shmserve.worker.cpu.build import KernelsUnavailable
+        from shmserve.worker.cpu.runner import CpuRunner
+
+        try:
+            return CpuRunner(model, **limits)
+        except KernelsUnavailable as error:
+            if config.runner == "cpu":
+                raise
+            log.warning("the torch runner computes, several times slower: %s", error)
     from shmserve.worker.torch_runner import TorchRunner
 
-    return TorchRunner(
-        model,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        kv_cache_bytes=config.kv_cache_bytes or default_kv_cache_bytes(),
-        block_size=config.block_size,
-        num_threads=config.num_threads or None,
-        progress=worker.progress,
-    )
+    return TorchRunner(model, **limits)
 
 
 def default_kv_cache_bytes() -> int:

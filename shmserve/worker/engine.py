@@ -189,7 +189,7 @@ class Engine:
         self._relieve()
 
     def _distrust(self, http: int, error: RingProtocolError) -> None:
-        log.error("the channel to front end %d cannot be believed any more: %s", http, error)
+        log.error("the channel to front end %d cannot be believed any more: %s", http, str(error))
         self._broken.add(http)
 
     def step(self) -> bool:
@@ -199,11 +199,12 @@ class Engine:
         self.flush_emitters()  # before the schedule: credits let paused sequences go on
         for http in list(self._broken):
             self.close_channel(http)
-        batch, started = self.scheduler.schedule(self.step_count + 1, begin)
+        now = time.monotonic_ns()  # not `begin`: nobody is admitted before it was received
+        batch, started = self.scheduler.schedule(self.step_count + 1, now)
         if batch is None:
             return False
         if started:
-            self._announce(started, begin)
+            self._announce(started, now)
         self.step_count += 1
         self._show_phase(Phase.DECODE if batch.is_decode else Phase.PREFILL, begin)
         self._is_computing = True
@@ -279,6 +280,7 @@ class Engine:
                 finish=FinishReason.ERROR,
             )
         unit = self._unit(TokenKind.FINISH, sequence, now, Ending(FinishReason.ERROR))
+        self._board.add("num_finished")
         self._forget(sequence)
         return message + unit
 

@@ -83,7 +83,9 @@ class Inbox:
 
     def _bad(self, sink: Sink, req_id: int, kind: int, error: WireError) -> None:
         self.num_bad += 1
-        log.warning("bad submit record from front end %d: %s", self.channel.http, error)
+        # Its text alone: who keeps the error keeps views of the slots, and the channel could not be closed.
+        reason = str(error)
+        log.warning("bad submit record from front end %d: %s", self.channel.http, reason)
         if kind == SubmitKind.SUBMIT:
-            reason = f"the worker could not read the request: {error}"
+            reason = f"the worker could not read the request: {reason}"
             sink.refuse(req_id, self.channel.http, reason)

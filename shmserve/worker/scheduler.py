@@ -183,7 +183,8 @@ class Scheduler:
         columns.num_computed[row] = 0
         columns.num_prompt[row] = num_prompt
         columns.max_total[row] = min(num_prompt + params.max_tokens, self.capacity_tokens)
-        columns.min_total[row] = num_prompt + params.min_tokens
+        # Beyond max_total it means "never", and more than that may be more than a column holds.
+        columns.min_total[row] = min(num_prompt + params.min_tokens, columns.max_total[row] + 1)
         columns.stop_ids[row] = -1
         columns.is_slow[row] = bool(params.stop) or len(sequence.stop_ids) > STOP_COLUMNS
         columns.wants_logprobs[row] = params.num_logprobs >= 0

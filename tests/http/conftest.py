@@ -48,37 +48,49 @@ def script_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+class Starter:
+    """Starts simulated servers, and at the end looks after them: each must end well and leave nothing."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._servers: list[Server] = []
+
+    def __call__(self, *flags: str) -> Server:
+        name = f"test-http-{os.getpid()}-{next(_numbers)}"
+        server = Server(self._folders.mktemp("server"), name, "--runner=simulated", *flags)
+        self._servers.append(server)
+        return server.wait_ready()
+
+    def stop(self) -> None:
+        failures = []
+        for server in self._servers:
+            try:
+                server.stop()
+            except AssertionError as error:
+                failures.append(error)
+        assert not failures, failures
+
+
+@pytest.fixture(scope="module")
 def start_server(
     default_model: PreparedModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Server]]:
-    """start_server(*flags): a simulated server of its own. At the end of the session all end, and leave nothing."""
-    servers: list[Server] = []
-
-    def start(*flags: str) -> Server:
-        number = next(_numbers)
-        folder = tmp_path_factory.mktemp("server")
-        name = f"test-http-{os.getpid()}-{number}"
-        flags = ("--runner=simulated", *flags)
-        servers.append(Server(folder, name, *flags))
-        return servers[-1].wait_ready()
-
-    yield start
-    failures = []
-    for server in servers:
-        try:
-            server.stop()
-        except AssertionError as error:
-            failures.append(error)
-    assert not failures, failures
+) -> Iterator[Starter]:
+    """start_server(*flags): a simulated server of the module's own."""
+    starter = Starter(tmp_path_factory)
+    yield starter
+    starter.stop()
 
 
 @pytest.fixture(scope="session")
-def server(start_server: Callable[..., Server], script_file: Path) -> Server:
-    """The simulated server that most tests share: a step every 2 ms, the scripts of the cases, and bounds small enough to meet."""
-    return start_server(
+def server(
+    default_model: PreparedModel, tmp_path_factory: pytest.TempPathFactory, script_file: Path
+) -> Iterator[Server]:
+    """The simulated server that most tests share: the scripts of the cases, and bounds small enough to meet."""
+    starter = Starter(tmp_path_factory)
+    yield starter(
         "--step-ms=2", f"--script={script_file}", "--max-body-bytes=4M", "--slow-client-bytes=16384"
     )
+    starter.stop()
 
 
 @pytest.fixture

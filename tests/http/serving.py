@@ -7,6 +7,7 @@ standard library, one connection a request; `Wire` is a bare socket for what no 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import re
@@ -360,9 +361,9 @@ def every_way(asker: Asker, **fields: Any) -> Told:
     native_plain = _native(answer.json(), [answer.json()["text"]])
     frames = asker.stream("/generate", **native).objects()
     texts = ["", *[frame["text"] for frame in frames]]
-    for before, after in zip(texts, texts[1:], strict=False):
+    for before, after in itertools.pairwise(texts):
         assert after.startswith(before), "a cumulative text took something back"
-    deltas = [b.removeprefix(a) for a, b in zip(texts, texts[1:], strict=False)]
+    deltas = [b.removeprefix(a) for a, b in itertools.pairwise(texts)]
     cumulative = _native(frames[-1], deltas)
     frames = asker.stream("/generate", **native, incremental=True).objects()
     ids = [token_id for frame in frames for token_id in frame["output_ids"]]

@@ -29,7 +29,9 @@ def test_health_and_version_answer_while_serving(asker):
     assert (head.status, head.body) == (200, b"")
 
 
-def test_health_says_that_a_stopped_worker_does_not_serve_and_live_that_the_loop_turns(start_server):
+def test_health_says_that_a_stopped_worker_does_not_serve_and_live_that_the_loop_turns(
+    start_server,
+):
     import os
     import signal
 
@@ -162,7 +164,10 @@ def test_metrics_have_the_names_that_routers_read(asker):
 def test_metrics_show_what_runs(asker):
     streams = [asker.stream(max_tokens=4000) for _ in range(3)]
     try:
-        until(lambda: asker.metrics()["vllm:num_requests_running", "SmolLM2-135M-Instruct"] == 3, "3 run")
+        until(
+            lambda: asker.metrics()["vllm:num_requests_running", "SmolLM2-135M-Instruct"] == 3,
+            "3 run",
+        )
         told = asker.metrics()
         assert told["shmserve_running", "worker0"] == 3
         assert 0 < told["vllm:kv_cache_usage_perc", "SmolLM2-135M-Instruct"] < 1

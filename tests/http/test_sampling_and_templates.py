@@ -11,7 +11,9 @@ def test_a_seeded_request_is_the_same_beside_others_H1(asker):
     alone = asker.text(**ONCE, seed=42)
     with ThreadPoolExecutor(3) as pool:
         for _ in range(5):
-            told = [pool.submit(asker.text, **ONCE, **more) for more in ({"seed": 42}, {}, {"seed": 7})]
+            told = [
+                pool.submit(asker.text, **ONCE, **more) for more in ({"seed": 42}, {}, {"seed": 7})
+            ]
             texts = [future.result() for future in told]
             assert texts[0] == alone
             assert len(set(texts)) == 3

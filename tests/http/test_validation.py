@@ -158,7 +158,7 @@ def test_the_last_id_of_the_vocabulary_is_one_D3(asker):
 @pytest.mark.parametrize(
     "bias",
     ['{"49152":-100}', '{"-1":1}', '{"abc":1}', '{"12":"x"}', '{"12":NaN}', '{"12":101}', '{"12":null}', "[]",
-     '{"１２":1}', '{"12":1,"012":2}', '{" 12":1}', '{"":1}'],
+     '{"\uff11\uff12":1}', '{"12":1,"012":2}', '{" 12":1}', '{"":1}'],
 )  # fmt: skip
 def test_a_bad_logit_bias_is_refused_D4(asker, path, bias):
     body = json.dumps(with_sampling(path, logit_bias="HOLE")).replace('"HOLE"', bias)
