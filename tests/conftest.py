@@ -1,5 +1,6 @@
 """Fixtures that several test folders share. Toy files are written by hand, byte by byte."""
 
+import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,9 @@ from shmserve.models import DEFAULT_MODEL, PreparedModel, prepare
 from shmserve.token_bytes import byte_of_character
 
 TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
+
+# Before torch is imported: its threads would spin for neighbours that two busy cores never let run (a 0.1 s step took 10 s).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ CLOSED = ("worker", "http")
 RINGS_ORDER = ("layout", "segment", "wakeup", "spsc", "policy", "channel", "board", "observe")
 USES_TORCH = ("shmserve.worker.torch_runner", "shmserve.worker.sampler", "shmserve.worker.models")
 USES_TORCH += ("shmserve.worker.kernels", "shmserve.worker.cuda_graphs", "shmserve.worker.philox")
+USES_TORCH += ("shmserve.worker.cpu.loading", "shmserve.worker.cpu.runner")
 
 MODULES = sorted(
     ".".join(("shmserve", *path.relative_to(PACKAGE).with_suffix("").parts))

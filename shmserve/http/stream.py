@@ -358,7 +358,7 @@ class SseStream:
     async def _until_read(self) -> None:
         """Return when the transport's buffer is empty. Raises ConnectionError for a client that reads nothing for too long."""
         # One wait for all: aiohttp's drain, once cancelled by a timeout, raises CancelledError for ever after.
-        drained = asyncio.gather(self._drain(), return_exceptions=True)
+        drained = asyncio.ensure_future(self._drained())
         left = backlog_bytes(self._transport)
         try:
             while not drained.done():
@@ -367,11 +367,19 @@ class SseStream:
                 if not drained.done() and left >= before:  # slow is not stuck
                     self._give_up("it has read nothing for --slow-client-seconds")
                     raise ConnectionResetError("the client was too slow")
-            for failure in drained.result():
-                if failure is not None:
-                    raise failure
+            lost = drained.result()
+            if lost is not None:
+                raise lost
         finally:
             drained.cancel()
+
+    async def _drained(self) -> ConnectionError | None:
+        """Wait until nothing is buffered; the error, if the connection was lost first (returned: its waiter may be gone)."""
+        try:
+            await self._drain()
+        except ConnectionError as error:
+            return error
+        return None
 
     def _give_up(self, reason: str) -> None:
         """Close the connection of a client that is too slow. Its handler is cancelled by that, and aborts its requests."""

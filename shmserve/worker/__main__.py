@@ -169,12 +169,12 @@ def build_runner(worker: Worker) -> ModelRunner:
         "progress": worker.progress,
     }
     if config.runner in ("auto", "cpu"):
-        from shmserve.worker.cpu.build import KernelsUnavailable
+        from shmserve.worker.cpu.build import KernelsError
         from shmserve.worker.cpu.runner import CpuRunner
 
         try:
             return CpuRunner(model, **limits)
-        except KernelsUnavailable as error:
+        except KernelsError as error:
             if config.runner == "cpu":
                 raise
             log.warning("the torch runner computes, several times slower: %s", error)

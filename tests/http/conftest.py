@@ -88,7 +88,7 @@ def server(
     """The simulated server that most tests share: the scripts of the cases, and bounds small enough to meet."""
     starter = Starter(tmp_path_factory)
     yield starter(
-        "--step-ms=2", f"--script={script_file}", "--max-body-bytes=4M", "--slow-client-bytes=16384"
+        "--step-ms=1", f"--script={script_file}", "--max-body-bytes=4M", "--slow-client-bytes=16384"
     )
     starter.stop()
 

@@ -8,14 +8,14 @@ that the batch says is there: a block given away too early, or a position comput
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
-    consumes,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -37,8 +37,6 @@ def token_at(req_id: int, position: int) -> int:
 class Scheduling(RuleBasedStateMachine):
     """Adds, aborts, pauses and resumes sequences, and computes steps."""
 
-    sequences = Bundle("sequences")
-
     @initialize(
         num_rows=st.integers(1, 4),
         num_blocks=st.integers(4, 12),
@@ -55,18 +53,16 @@ class Scheduling(RuleBasedStateMachine):
         self.tokens: dict[Sequence, list[int]] = {}
         self.last_ns: dict[Sequence, int] = {}
         self.step_number = 0
-        self.num_refused = 0
 
     # -- what comes from outside -----------------------------------------------------------------------------------------
 
     @rule(
-        target=sequences,
-        num_prompt=st.integers(1, 12),
-        max_tokens=st.integers(1, 10),
+        num_prompt=st.integers(1, MAX_MODEL_LEN),
+        max_tokens=st.integers(1, 12),
         priority=st.integers(-1, 1),
     )
     def add(self, num_prompt, max_tokens, priority):
-        number = len(self.tokens) + self.num_refused + 1
+        number = len(self.tokens) + 1
         prompt = [token_at(number, position) for position in range(num_prompt)]
         params = SamplingParams(max_tokens=max_tokens, priority=priority, seed=number)
         sequence = Sequence(number, 0, params, np.array(prompt, np.int32), number, 1)
@@ -74,29 +70,29 @@ class Scheduling(RuleBasedStateMachine):
             self.scheduler.add(sequence)
         except NeverFitsError:
             assert num_prompt >= self.scheduler.capacity_tokens
-            self.num_refused += 1
-            return sequence
+            return
         assert num_prompt < self.scheduler.capacity_tokens
         self.tokens[sequence] = prompt
-        return sequence
 
-    def is_alive(self, sequence) -> bool:
-        return sequence.row >= 0 or sequence in self.scheduler.waiting
+    def alive(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
 
-    @rule(sequence=consumes(sequences))
-    def abort(self, sequence):
-        if self.is_alive(sequence):
-            self.scheduler.remove(sequence)
+    @precondition(alive)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.scheduler.remove(data.draw(st.sampled_from(self.alive())))
 
-    @rule(sequence=sequences, yields=st.booleans())
-    def pause(self, sequence, yields):
-        if self.is_alive(sequence):
-            self.scheduler.set_paused(sequence, True, yields=yields)
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data(), yields=st.booleans())
+    def pause(self, data, yields):
+        sequence = data.draw(st.sampled_from(self.scheduler.running))
+        self.scheduler.set_paused(sequence, True, yields=yields)
 
-    @rule(sequence=sequences)
-    def resume(self, sequence):
-        if self.is_alive(sequence):
-            self.scheduler.set_paused(sequence, False)
+    @precondition(lambda self: any(s.is_paused for s in self.alive()))
+    @rule(data=st.data())
+    def resume(self, data):
+        paused = [s for s in self.alive() if s.is_paused]
+        self.scheduler.set_paused(data.draw(st.sampled_from(paused)), False)
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
@@ -214,9 +210,9 @@ class Scheduling(RuleBasedStateMachine):
         """Nobody starves: once nothing is paused, as many steps as there are tokens to compute, at worst, end them all."""
         if not hasattr(self, "scheduler"):
             return
-        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+        left = self.alive()
+        for sequence in left:
             self.scheduler.set_paused(sequence, False)
-        left = [s for s in self.tokens if self.is_alive(s)]
         # The first in line is never preempted, so it needs a step for each of its tokens; then there is another first.
         for _ in range(2 * MAX_MODEL_LEN * len(left) + 1):
             if not self.compute(1):
@@ -230,6 +226,7 @@ class Scheduling(RuleBasedStateMachine):
             assert tokens == [token_at(sequence.req_id, p) for p in range(len(tokens))]
 
 
+@pytest.mark.timeout(400)  # it takes seconds; making a failure small takes minutes
 def test_every_order_keeps_the_laws_and_nobody_starves():
     run_state_machine_as_test(
         Scheduling, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -37,6 +37,7 @@ typedef struct {
     float *part;   /* [n][width]: weighted values of one segment */
     float *sum;    /* [n][width]: of the segments so far */
     float *largest, *total; /* [n] of the segments so far */
+    float *wide;   /* [width][KV_TILE]: keys or values of a tile as floats */
 } AttentionRoom;
 
 INLINE int least_int(int a, int b) { return a < b ? a : b; }
@@ -54,97 +55,96 @@ INLINE const uint16_t *values_of_tile(const AttentionShape *s, const int32_t *bl
 
 /* One product of 16 lanes: c[v][0..15] += sum over k of a[v][k] * b[k][0..15], k ascending, one fused multiply-add each. */
 typedef struct {
-    const uint16_t *b;
+    const void *b; /* halves, or floats that were widened before */
     float *c;
 } Product;
 
+#if defined(SHM_AVX512_VNNI)
+typedef __m512 Lanes;
+enum { LANES = 16 };
+INLINE Lanes lanes_at(const float *p) { return _mm512_loadu_ps(p); }
+INLINE Lanes halves_lanes_at(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void put_lanes(float *p, Lanes v) { _mm512_storeu_ps(p, v); }
+INLINE Lanes all_lanes(float x) { return _mm512_set1_ps(x); }
+INLINE Lanes fma_lanes(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
+#else
+typedef f32x8 Lanes;
+enum { LANES = 8 };
+INLINE Lanes lanes_at(const float *p) { return load8(p); }
+INLINE Lanes halves_lanes_at(const uint16_t *p) { return load_halves8(p); }
+INLINE void put_lanes(float *p, Lanes v) { store8(p, v); }
+INLINE Lanes all_lanes(float x) { return all8(x); }
+INLINE Lanes fma_lanes(Lanes a, Lanes b, Lanes c) { return fma8(a, b, c); }
+#endif
+
 /* `w` products with one `a`: few query vectors alone would leave the multipliers waiting for their own sums. `ahead` is
  * fetched meanwhile, a row for each k; sums begin at zero if `is_first`. */
-INLINE void add_product_of(const int n, const int w, const float *a, int64_t a_stride, const Product *p, int64_t b_stride,
-                           int depth, int64_t c_stride, bool is_first, const uint16_t *ahead) {
-#if defined(SHM_AVX512_VNNI)
-    __m512 sums[MOST_VECTORS][2];
+INLINE void add_product_of(const int n, const int w, const bool is_wide, const float *a, int64_t a_stride, const Product *p,
+                           int64_t b_stride, int depth, int64_t c_stride, bool is_first, const uint16_t *ahead) {
+    const int parts = 16 / LANES, count = w * parts;
+    Lanes sums[MOST_VECTORS][4];
 #pragma GCC unroll 6
     for (int v = 0; v < n; v++)
-#pragma GCC unroll 2
-        for (int i = 0; i < w; i++)
-            sums[v][i] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(p[i].c + v * c_stride);
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i++)
+            sums[v][i] = is_first ? all_lanes(0.0f) : lanes_at(p[i / parts].c + v * c_stride + i % parts * LANES);
     for (int k = 0; k < depth; k++) {
-        __m512 row[2];
-#pragma GCC unroll 2
-        for (int i = 0; i < w; i++)
-            row[i] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p[i].b + k * b_stride)));
-        __builtin_prefetch(ahead + k * b_stride);
-#pragma GCC unroll 6
-        for (int v = 0; v < n; v++) {
-            __m512 factor = _mm512_set1_ps(a[v * a_stride + k]);
-#pragma GCC unroll 2
-            for (int i = 0; i < w; i++)
-                sums[v][i] = _mm512_fmadd_ps(factor, row[i], sums[v][i]);
+        Lanes row[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i++) {
+            int64_t at = k * b_stride + i % parts * LANES;
+            row[i] = is_wide ? lanes_at((const float *)p[i / parts].b + at)
+                             : halves_lanes_at((const uint16_t *)p[i / parts].b + at);
         }
-    }
-#pragma GCC unroll 6
-    for (int v = 0; v < n; v++)
-#pragma GCC unroll 2
-        for (int i = 0; i < w; i++)
-            _mm512_storeu_ps(p[i].c + v * c_stride, sums[v][i]);
-#else
-    f32x8 sums[MOST_VECTORS][4];
-#pragma GCC unroll 6
-    for (int v = 0; v < n; v++)
-#pragma GCC unroll 4
-        for (int i = 0; i < 2 * w; i++)
-            sums[v][i] = is_first ? all8(0.0f) : load8(p[i / 2].c + v * c_stride + i % 2 * 8);
-    for (int k = 0; k < depth; k++) {
-        f32x8 row[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 2 * w; i++)
-            row[i] = load_halves8(p[i / 2].b + k * b_stride + i % 2 * 8);
-        __builtin_prefetch(ahead + k * b_stride);
+        if (!is_wide)
+            __builtin_prefetch(ahead + k * b_stride);
 #pragma GCC unroll 6
         for (int v = 0; v < n; v++) {
-            f32x8 factor = all8(a[v * a_stride + k]);
+            Lanes factor = all_lanes(a[v * a_stride + k]);
 #pragma GCC unroll 4
-            for (int i = 0; i < 2 * w; i++)
-                sums[v][i] = fma8(factor, row[i], sums[v][i]);
+            for (int i = 0; i < count; i++)
+                sums[v][i] = fma_lanes(factor, row[i], sums[v][i]);
         }
     }
 #pragma GCC unroll 6
     for (int v = 0; v < n; v++)
 #pragma GCC unroll 4
-        for (int i = 0; i < 2 * w; i++)
-            store8(p[i / 2].c + v * c_stride + i % 2 * 8, sums[v][i]);
-#endif
+        for (int i = 0; i < count; i++)
+            put_lanes(p[i / parts].c + v * c_stride + i % parts * LANES, sums[v][i]);
 }
 
 /* `w` is 2 only for n <= FEW_VECTORS, so that all sums fit the registers. */
-static __attribute__((noinline)) void add_products(int n, int w, const float *a, int64_t a_stride, const Product *p,
-                                                   int64_t b_stride, int depth, int64_t c_stride, bool is_first,
-                                                   const uint16_t *ahead) {
-#define CALL(N, W) add_product_of(N, W, a, a_stride, p, b_stride, depth, c_stride, is_first, ahead)
+static __attribute__((noinline)) void add_products(int n, int w, bool is_wide, const float *a, int64_t a_stride,
+                                                   const Product *p, int64_t b_stride, int depth, int64_t c_stride,
+                                                   bool is_first, const uint16_t *ahead) {
+#define CALL(N, W, WIDE) add_product_of(N, W, WIDE, a, a_stride, p, b_stride, depth, c_stride, is_first, ahead)
+    if (is_wide)
+        switch (n) {
+        case 1: CALL(1, 1, true); return;
+        case 2: CALL(2, 1, true); return;
+        case 3: CALL(3, 1, true); return;
+        case 4: CALL(4, 1, true); return;
+        case 5: CALL(5, 1, true); return;
+        default: CALL(6, 1, true); return;
+        }
     switch (2 * n + w) {
-    case 3: CALL(1, 1); break;
-    case 4: CALL(1, 2); break;
-    case 5: CALL(2, 1); break;
-    case 6: CALL(2, 2); break;
-    case 7: CALL(3, 1); break;
-    case 8: CALL(3, 2); break;
-    case 9: CALL(4, 1); break;
-    case 11: CALL(5, 1); break;
-    default: CALL(6, 1); break;
+    case 3: CALL(1, 1, false); return;
+    case 4: CALL(1, 2, false); return;
+    case 5: CALL(2, 1, false); return;
+    case 6: CALL(2, 2, false); return;
+    case 7: CALL(3, 1, false); return;
+    case 8: CALL(3, 2, false); return;
+    case 9: CALL(4, 1, false); return;
+    case 11: CALL(5, 1, false); return;
+    default: CALL(6, 1, false); return;
     }
 #undef CALL
 }
 
-/* The scores of vectors [first, first + n) with the tokens of the segment's tiles from `tile` on: 1 or 2 tiles. */
-static void add_scores(const AttentionShape *s, const AttentionRoom *room, const int32_t *blocks, int kv_head, int first,
-                       int n, int tile, int num_tiles, const uint16_t *ahead) {
-    Product products[2];
-    for (int i = 0; i < num_tiles; i++) {
-        int token = tile + i * KV_TILE;
-        products[i] = (Product){keys_of_tile(s, blocks, token, kv_head), room->scores + first * SEGMENT + token % SEGMENT};
-    }
-    add_products(n, num_tiles, room->query + first * s->width, s->width, products, KV_TILE, s->head_dim, SEGMENT, true, ahead);
+static const float *widen(float *to, const uint16_t *from, int count) {
+    for (int i = 0; i < count; i += 8)
+        store8(to + i, load_halves8(from + i));
+    return to;
 }
 
 /* scores[begin..end) become weights e^(score - largest). Lanes go by absolute position, so that sums have one order. */
@@ -169,96 +169,142 @@ static void softmax_of_segment(float *scores, int begin, int end, float *largest
     *total = sum8(totals);
 }
 
-/* part[v] += weighted values of tokens [begin, end), for vectors first .. first + n - 1. */
-static void add_values(const AttentionShape *s, const AttentionRoom *room, const int32_t *blocks, int kv_head, int first,
-                       int n, int begin, int end) {
-    const int most = n <= FEW_VECTORS ? 2 : 1;
-    for (int tile = begin & ~(KV_TILE - 1); tile < end; tile += KV_TILE) {
-        int from = most_int(begin, tile), to = least_int(end, tile + KV_TILE);
-        const uint16_t *values = values_of_tile(s, blocks, tile, kv_head) + (from - tile) * s->width;
-        const uint16_t *ahead = tile + KV_TILE < end ? values_of_tile(s, blocks, tile + KV_TILE, kv_head) : values;
-        const float *weights = room->scores + first * SEGMENT + from % SEGMENT;
-        float *part = room->part + first * s->width;
-        for (int at = 0; at < s->width; at += 16 * most) {
-            const Product products[2] = {{values + at, part + at}, {values + at + 16, part + at + 16}};
-            int w = least_int(most, (s->width - at) / 16);
-            add_products(n, w, weights, SEGMENT, products, s->width, to - from, s->width, false, ahead + at);
-        }
-    }
-}
-
 INLINE int first_seen(const AttentionShape *s, int position) {
     return s->window > 0 ? most_int(0, position - s->window + 1) : 0;
 }
 
-/* The segment's weighted values of vectors [first, first + n): what all of them see in one pass, the rest one by one. */
-static void weigh_values(const AttentionShape *s, const AttentionRoom *room, const int32_t *blocks, int kv_head,
-                         int position, int begin, int end, int first, int n) {
+/* An item of work: the vectors of `num_rows` rows of one sequence, at positions `position`, `position` + 1, ... */
+typedef struct {
+    const AttentionShape *shape;
+    const AttentionRoom *room;
+    const int32_t *blocks;
+    int kv_head, position, num_rows;
+    bool is_wide; /* many vectors: keys and values are widened once for all of them */
+} Attention;
+
+/* Scores of all vectors with the tokens of the tiles [tile, end): one pass for each MOST_VECTORS of them. */
+static void score_tiles(const Attention *t, int begin, int end) {
+    const AttentionShape *s = t->shape;
+    const AttentionRoom *room = t->room;
+    const int shared = s->num_shared, few = t->num_rows * shared <= FEW_VECTORS;
+    for (int tile = begin & ~(KV_TILE - 1), next; tile < end; tile = next) {
+        const int count = few && tile + KV_TILE < end ? 2 : 1;
+        next = tile + count * KV_TILE;
+        int row = most_int(0, tile - t->position), row_end = t->num_rows; /* the rows that see a token of the tiles */
+        while (row_end > row && first_seen(s, t->position + row_end - 1) >= next)
+            row_end--;
+        const uint16_t *ahead = next < end ? keys_of_tile(s, t->blocks, next, t->kv_head)
+                                           : values_of_tile(s, t->blocks, begin, t->kv_head);
+        const void *keys[2];
+        for (int i = 0; i < count; i++)
+            keys[i] = keys_of_tile(s, t->blocks, tile + i * KV_TILE, t->kv_head);
+        if (t->is_wide)
+            keys[0] = widen(room->wide, keys[0], s->head_dim * KV_TILE);
+        for (int v = row * shared; v < row_end * shared; v += MOST_VECTORS) {
+            float *scores = room->scores + v * SEGMENT + tile % SEGMENT;
+            const Product products[2] = {{keys[0], scores}, {keys[count - 1], scores + KV_TILE}};
+            add_products(least_int(MOST_VECTORS, row_end * shared - v), count, t->is_wide, room->query + v * s->width,
+                         s->width, products, KV_TILE, s->head_dim, SEGMENT, true, ahead);
+        }
+    }
+}
+
+/* part[v] += weights times values for tokens [from, to) of one tile, whose values are at `values`; vectors first .. + n - 1. */
+static void weigh_tokens(const Attention *t, const void *values, const uint16_t *ahead, int first, int n, int from, int to) {
+    const int width = t->shape->width, most = n <= FEW_VECTORS && !t->is_wide ? 2 : 1, skipped = from % KV_TILE * width;
+    if (from >= to)
+        return;
+    float *part = t->room->part + first * width;
+    for (int at = 0; at < width; at += 16 * most) {
+        const void *b[2];
+        for (int i = 0; i < 2; i++)
+            b[i] = t->is_wide ? (const void *)((const float *)values + skipped + at + 16 * i)
+                              : (const void *)((const uint16_t *)values + skipped + at + 16 * i);
+        const Product products[2] = {{b[0], part + at}, {b[1], part + at + 16}};
+        add_products(n, least_int(most, (width - at) / 16), t->is_wide, t->room->scores + first * SEGMENT + from % SEGMENT,
+                     SEGMENT, products, width, to - from, width, false, ahead + at);
+    }
+}
+
+/* Vectors first .. first + n - 1 over one tile: the tokens that all of them see in one pass, the others one by one. */
+static void weigh_tile(const Attention *t, const void *values, const uint16_t *ahead, int first, int n, int begin, int end) {
     int from[MOST_VECTORS], to[MOST_VECTORS], shared_from = begin, shared_to = end;
     for (int i = 0; i < n; i++) {
-        int at = position + (first + i) / s->num_shared;
-        from[i] = most_int(first_seen(s, at), begin);
+        int at = t->position + (first + i) / t->shape->num_shared;
+        from[i] = most_int(first_seen(t->shape, at), begin);
         to[i] = least_int(at + 1, end);
         shared_from = most_int(shared_from, from[i]);
         shared_to = least_int(shared_to, to[i]);
     }
-    if (shared_from >= shared_to)
-        shared_from = shared_to = begin; /* nothing is shared: all is "the rest" */
-    for (int i = 0; i < n && shared_from < shared_to; i++)
-        add_values(s, room, blocks, kv_head, first + i, 1, from[i], shared_from);
-    add_values(s, room, blocks, kv_head, first, n, shared_from, shared_to);
+    if (shared_from >= shared_to) { /* nothing is shared */
+        for (int i = 0; i < n; i++)
+            weigh_tokens(t, values, ahead, first + i, 1, from[i], to[i]);
+        return;
+    }
     for (int i = 0; i < n; i++)
-        add_values(s, room, blocks, kv_head, first + i, 1, most_int(from[i], shared_to), to[i]);
+        weigh_tokens(t, values, ahead, first + i, 1, from[i], shared_from);
+    weigh_tokens(t, values, ahead, first, n, shared_from, shared_to);
+    for (int i = 0; i < n; i++)
+        weigh_tokens(t, values, ahead, first + i, 1, shared_to, to[i]);
 }
 
-/* The vectors of `num_rows` rows of one sequence at positions `position`, `position` + 1, ...: room->query in, room->sum out. */
+static void weigh_tiles(const Attention *t, int begin, int end) {
+    const AttentionShape *s = t->shape;
+    const int n = t->num_rows * s->num_shared;
+    memset(t->room->part, 0, sizeof(float) * (size_t)(n * s->width));
+    for (int tile = begin & ~(KV_TILE - 1); tile < end; tile += KV_TILE) {
+        const void *values = values_of_tile(s, t->blocks, tile, t->kv_head);
+        const uint16_t *ahead = tile + KV_TILE < end ? values_of_tile(s, t->blocks, tile + KV_TILE, t->kv_head) : values;
+        if (t->is_wide)
+            values = widen(t->room->wide, values, s->width * KV_TILE);
+        int from = most_int(begin, tile), to = least_int(end, tile + KV_TILE);
+        int row = most_int(0, tile - t->position);
+        for (int v = row * s->num_shared; v < n; v += MOST_VECTORS)
+            weigh_tile(t, values, ahead, v, least_int(MOST_VECTORS, n - v), from, to);
+    }
+}
+
+/* Adds the segment's part, with its own largest score and total, to a vector's sum of the segments before. */
+static void merge_segment(const Attention *t, int v, float largest, float total) {
+    const AttentionRoom *room = t->room;
+    const int width = t->shape->width;
+    float *sum = room->sum + v * width, *part = room->part + v * width;
+    if (room->total[v] == 0.0f) { /* the first that it sees */
+        memcpy(sum, part, sizeof(float) * (size_t)width);
+        room->total[v] = total;
+        room->largest[v] = largest;
+        return;
+    }
+    float most = largest > room->largest[v] ? largest : room->largest[v];
+    f32x8 keep = exp8(all8(room->largest[v] - most)), take = exp8(all8(largest - most));
+    for (int d = 0; d < width; d += 8)
+        store8(sum + d, fma8(take, load8(part + d), keep * load8(sum + d)));
+    room->total[v] = __builtin_fmaf(take[0], total, keep[0] * room->total[v]);
+    room->largest[v] = most;
+}
+
+/* room->query in, room->sum out. */
 static void attend(const AttentionShape *s, const AttentionRoom *room, const int32_t *blocks, int kv_head, int position,
                    int num_rows) {
-    const int shared = s->num_shared, n = num_rows * shared, width = s->width;
+    const int n = num_rows * s->num_shared, width = s->width;
+    const Attention t = {s, room, blocks, kv_head, position, num_rows, n >= 4 * MOST_VECTORS};
     const int oldest = first_seen(s, position), newest = position + num_rows - 1;
-    for (int v = 0; v < n; v++)
-        room->total[v] = 0.0f;
+    memset(room->total, 0, sizeof(float) * (size_t)n);
     for (int segment = oldest / SEGMENT * SEGMENT; segment <= newest; segment += SEGMENT) {
         int begin = most_int(segment, oldest), end = least_int(segment + SEGMENT, newest + 1);
-        for (int tile = begin & ~(KV_TILE - 1), count; tile < end; tile += count * KV_TILE) {
-            count = n <= FEW_VECTORS && tile + KV_TILE < end ? 2 : 1;
-            int row = most_int(0, tile - position), row_end = num_rows; /* the rows that see a token of the tiles */
-            while (row_end > row && first_seen(s, position + row_end - 1) >= tile + count * KV_TILE)
-                row_end--;
-            int next = tile + count * KV_TILE;
-            const uint16_t *ahead = next < end ? keys_of_tile(s, blocks, next, kv_head)
-                                               : values_of_tile(s, blocks, begin, kv_head);
-            for (int v = row * shared; v < row_end * shared; v += MOST_VECTORS)
-                add_scores(s, room, blocks, kv_head, v, least_int(MOST_VECTORS, row_end * shared - v), tile, count, ahead);
-        }
+        score_tiles(&t, begin, end);
         float largest[n], total[n];
         for (int v = 0; v < n; v++) {
-            int at = position + v / shared;
+            int at = position + v / s->num_shared;
             int from = most_int(first_seen(s, at), begin), to = least_int(at + 1, end);
-            total[v] = 0.0f;
+            largest[v] = total[v] = 0.0f;
             if (from < to)
                 softmax_of_segment(room->scores + v * SEGMENT, from - segment, to - segment, &largest[v], &total[v]);
         }
-        memset(room->part, 0, sizeof(float) * (size_t)(n * width));
-        for (int v = 0; v < n; v += MOST_VECTORS)
-            weigh_values(s, room, blocks, kv_head, position, begin, end, v, least_int(MOST_VECTORS, n - v));
-        for (int v = 0; v < n; v++) {
-            float *sum = room->sum + v * width, *part = room->part + v * width;
-            if (total[v] == 0.0f)
-                continue; /* the row sees nothing of this segment */
-            if (room->total[v] == 0.0f) {
-                memcpy(sum, part, sizeof(float) * (size_t)width);
-                room->total[v] = total[v];
-                room->largest[v] = largest[v];
-                continue;
-            }
-            float most = largest[v] > room->largest[v] ? largest[v] : room->largest[v];
-            f32x8 keep = exp8(all8(room->largest[v] - most)), take = exp8(all8(largest[v] - most));
-            for (int d = 0; d < width; d += 8)
-                store8(sum + d, fma8(take, load8(part + d), keep * load8(sum + d)));
-            room->total[v] = __builtin_fmaf(take[0], total[v], keep[0] * room->total[v]);
-            room->largest[v] = most;
-        }
+        weigh_tiles(&t, begin, end);
+        for (int v = 0; v < n; v++)
+            if (total[v] != 0.0f) /* else the row sees nothing of the segment */
+                merge_segment(&t, v, largest[v], total[v]);
     }
     for (int v = 0; v < n; v++) {
         float *sum = room->sum + v * width, share = 1.0f / room->total[v];

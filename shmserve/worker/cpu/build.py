@@ -6,7 +6,7 @@ Owns: the compiler's command line and the cache key. Never: loads a library into
                                   so that a cache that moves to another machine is not used there
 
 A library gets its name only after it passed its self-test in a process of its own: one that crashes costs that process and
-not the worker. Safe in several processes at once. Every failure is a `KernelsUnavailable` of one line.
+not the worker. Safe in several processes at once. Every failure is a `KernelsError` of one line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from pathlib import Path
 from shmserve.model_cache import exclusive, publish
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fPIC")
+FLAGS: tuple[str, ...] = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-psabi",
+    "-fPIC",
+)
 # gcc otherwise moves the multiplications of a tile before its additions and keeps them on the stack: a third slower.
 # clang does not know these two, says so, and goes on.
 FLAGS += ("-fno-tree-reassoc", "-fno-tree-ter")
@@ -34,7 +41,7 @@ COMPILE_TIMEOUT_S = 120
 SELF_TEST_TIMEOUT_S = 60
 
 
-class KernelsUnavailable(Exception):  # noqa: N818 - it is a state of the machine, not a mistake
+class KernelsError(Exception):
     """One line that says why the C kernels cannot be used here."""
 
 
@@ -54,7 +61,7 @@ def compiled_library(cache: Path, defines: tuple[str, ...] = ()) -> Path:
                 _self_test(built)
                 publish(built, target)
     except OSError as error:
-        raise KernelsUnavailable(f"{target}: {error.strerror or error}") from None
+        raise KernelsError(f"{target}: {error.strerror or error}") from None
     return target
 
 
@@ -65,7 +72,7 @@ def _compiler() -> list[str]:
         if path := shutil.which(name):
             return [path, *chosen[1:]]
     names = chosen[0] if chosen else ", ".join(COMPILERS)
-    raise KernelsUnavailable(f"there is no C compiler ({names})")
+    raise KernelsError(f"there is no C compiler ({names})")
 
 
 def _key(command: list[str]) -> str:
@@ -104,9 +111,9 @@ def _run(command: list[str], timeout_s: float, what: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelsUnavailable(f"{command[0]}: {what}: {error}") from None
+        raise KernelsError(f"{command[0]}: {what}: {error}") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [""]
         told = next((line for line in lines if "error" in line.lower()), lines[-1])
-        raise KernelsUnavailable(f"{command[0]}: {what} (status {done.returncode}): {told}")
+        raise KernelsError(f"{command[0]}: {what} (status {done.returncode}): {told}")
     return done.stdout

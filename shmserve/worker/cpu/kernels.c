@@ -426,7 +426,7 @@ void shm_engine_free(Engine *e) {
         pool_close(e->pool);
     for (int i = 0; e->rooms && i < e->num_threads; i++) {
         AttentionRoom *a = &e->rooms[i].attention;
-        void *all[] = {e->rooms[i].wide, e->rooms[i].row, a->query, a->scores, a->part, a->sum, a->largest, a->total};
+        void *all[] = {e->rooms[i].wide, e->rooms[i].row, a->query, a->scores, a->part, a->sum, a->largest, a->total, a->wide};
         for (size_t at = 0; at < sizeof all / sizeof *all; at++)
             free(all[at]);
     }
@@ -477,6 +477,7 @@ Engine *shm_engine_new(const Model *model, int32_t max_tokens, int32_t num_threa
             .sum = zeroed(4 * (int64_t)vectors * e->width, &is_short),
             .largest = zeroed(4 * vectors, &is_short),
             .total = zeroed(4 * vectors, &is_short),
+            .wide = zeroed(4 * KV_TILE * e->width, &is_short),
         };
     }
     e->pool = is_short ? NULL : pool_new(num_threads);

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.worker.batch import F4, I4, Batch
-from shmserve.worker.cpu.build import KernelsUnavailable
+from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.pack import COLUMNS, PackedLayer, PackedMatrix, PackedModel
 
 KV_TILE = 16
@@ -66,13 +66,13 @@ class _Step(ctypes.Structure):
 
 
 class Library:
-    """A loaded library. Raises KernelsUnavailable if it cannot be loaded or is not of this version."""
+    """A loaded library. Raises KernelsError if it cannot be loaded or is not of this version."""
 
     def __init__(self, path: Path) -> None:
         try:
             c = ctypes.CDLL(str(path))
         except OSError as error:
-            raise KernelsUnavailable(f"{path}: {error}") from None
+            raise KernelsError(f"{path}: {error}") from None
         c.shm_engine_new.restype = c_void_p
         c.shm_engine_new.argtypes = (c_void_p, c_int32, c_int32)
         c.shm_engine_run.restype = None
@@ -87,7 +87,7 @@ class Library:
         c.shm_struct_sizes(sizes)
         ours = [ctypes.sizeof(kind) for kind in (_Matrix, _Layer, _Model, _Step)]
         if list(sizes) != ours:
-            raise KernelsUnavailable(f"{path}: its structs have {list(sizes)} bytes, not {ours}")
+            raise KernelsError(f"{path}: its structs have {list(sizes)} bytes, not {ours}")
         self.c = c
 
     @property

@@ -6,10 +6,12 @@ Anything missing or misshapen is one `ModelLoadError` line with the file, the te
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from torch import Tensor
 
-from shmserve.gguf import unpermute_rows
+from shmserve.gguf import GGUFFile, unpermute_rows
 from shmserve.worker.cpu.pack import (
     COLUMNS,
     F4,
@@ -27,6 +29,7 @@ from shmserve.worker.cpu.pack import (
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
 from shmserve.worker.models.decoder import rotary_tables
 from shmserve.worker.models.weights import GGUFSource, LoadProgress, Shape, TensorSource
+from shmserve.worker.torch_runner import open_model
 
 
 class BlockSource(GGUFSource):
@@ -41,6 +44,12 @@ class BlockSource(GGUFSource):
         if part in self._interleaved_heads:
             rows = unpermute_rows(rows, self._interleaved_heads[part])
         return info.type_name, rows
+
+
+def open_source(weights: Path, format: str) -> tuple[DecoderConfig, TensorSource]:
+    """As `open_model`, but blocks of a GGUF file can be had as they are."""
+    config, source = open_model(weights, format)
+    return config, BlockSource(GGUFFile(weights), config) if format == "gguf" else source
 
 
 def load_model(

@@ -19,16 +19,14 @@ import torch
 
 from shmserve.model_cache import cache_root
 from shmserve.worker.batch import F4, I4, Batch, StepOutput
-from shmserve.worker.cpu.build import KernelsUnavailable, compiled_library
+from shmserve.worker.cpu.build import KernelsError, compiled_library
 from shmserve.worker.cpu.library import KV_TILE, Engine, Library, block_bytes
-from shmserve.worker.cpu.loading import BlockSource, load_model
+from shmserve.worker.cpu.loading import load_model, open_source
 from shmserve.worker.cpu.selftest import check
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
-from shmserve.worker.models.weights import GGUFSource
 from shmserve.worker.runner import Progress, RunnerInfo
 from shmserve.worker.sampler import GREEDY_BELOW, sample
 from shmserve.worker.sampling_state import SamplingState
-from shmserve.worker.torch_runner import open_model
 
 if TYPE_CHECKING:
     from shmserve.models import PreparedModel
@@ -38,7 +36,7 @@ class CpuRunner:
     """`ModelRunner` over the C kernels.
 
     `max_model_len` None means as much of the model's context as `kv_cache_bytes` can hold; `num_threads` None all cores but
-    one, which the front end needs. Raises KernelsUnavailable, one line, where the kernels cannot be had or do not fit the
+    one, which the front end needs. Raises KernelsError, one line, where the kernels cannot be had or do not fit the
     block size, and ModelLoadError for a model that cannot be loaded or a KV cache too small for one sequence.
     """
 
@@ -56,17 +54,13 @@ class CpuRunner:
         cache: Path | None = None,
     ) -> None:
         if block_size % KV_TILE:
-            raise KernelsUnavailable(
-                f"block size {block_size} is not a multiple of {KV_TILE} tokens"
-            )
+            raise KernelsError(f"block size {block_size} is not a multiple of {KV_TILE} tokens")
         progress("compiling the CPU kernels", 0.0)
         library = Library(compiled_library(cache or cache_root()))
         check(library)
         # The sampler's products are small: more threads would only wait for each other.
         torch.set_num_threads(1)
-        config, source = open_model(model.weights, model.format)
-        if isinstance(source, GGUFSource):
-            source = BlockSource(source._file, config)
+        config, source = open_source(model.weights, model.format)
         info = _sized(library, config, max_model_len, kv_cache_bytes, block_size)
         packed = load_model(
             source, config, info.max_model_len, lambda share: progress("loading weights", share)

@@ -7,7 +7,6 @@ crash harms nobody, and within the worker at each start.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.worker.batch import F4, I4, Batch
-from shmserve.worker.cpu.build import KernelsUnavailable
+from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.library import Engine, Library
 from shmserve.worker.cpu.pack import (
     GROUP,
@@ -38,7 +37,7 @@ TOY_TOKENS = 40
 
 
 def check(library: Library) -> None:
-    """Raise KernelsUnavailable, one line, if `library` computes something else than numpy."""
+    """Raise KernelsError, one line, if `library` computes something else than numpy."""
     model, ids = toy_model(0), (np.arange(TOY_TOKENS, dtype=np.int32) * 7) % 61
     expected = reference_logits(model, ids)[-1]
     engine = Engine(
@@ -50,14 +49,12 @@ def check(library: Library) -> None:
         for start, end in ((0, 5), (5, 39), (39, 40)):
             in_parts, _ = engine.run(chunk(ids[start:end], start, [2, 5, 4]))
         if not np.array_equal(at_once, in_parts):
-            raise KernelsUnavailable(f"{library.variant}: a prompt in parts differs from the whole")
+            raise KernelsError(f"{library.variant}: a prompt in parts differs from the whole")
     finally:
         engine.close()
     error = float(np.abs(at_once[0] - expected).max() / np.abs(expected).max())
     if not error < TOLERANCE:  # NaN is none
-        raise KernelsUnavailable(
-            f"{library.variant}: the logits are off by {error:.3g} of their size"
-        )
+        raise KernelsError(f"{library.variant}: the logits are off by {error:.3g} of their size")
 
 
 def chunk(ids: I4, start: int, blocks: list[int]) -> Batch:
@@ -214,7 +211,7 @@ def reference_logits(model: PackedModel, ids: I4) -> F8:
 def main(argv: list[str]) -> int:
     try:
         check(Library(Path(argv[0])))
-    except KernelsUnavailable as error:
+    except KernelsError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
