@@ -1,7 +1,11 @@
 """Libraries compiled once for all tests of the kernels."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
+from shmserve.worker.cpu import build
 from shmserve.worker.cpu.build import compiled_library
 from shmserve.worker.cpu.library import Library
 
@@ -23,6 +27,25 @@ def portable(kernel_cache):
     return Library(compiled_library(kernel_cache, ("SHM_PORTABLE",)))
 
 
-@pytest.fixture(params=["native", "portable"])
+@pytest.fixture(scope="session")
+def avx512(kernel_cache):
+    """The variant for AVX512-VNNI, its intrinsics emulated: it runs on any x86-64 CPU of the last ten years."""
+    if not {"avx2", "fma", "f16c"} <= set(build.cpu_features().split()):
+        pytest.skip("the emulation needs AVX2, FMA and F16C")
+    path, header = kernel_cache / "avx512.so", Path(__file__).with_name("avx512_emulation.h")
+    flags = ("-O1", "-march=native", "-DSHM_AVX512_VNNI", "-include", str(header))
+    source = str(build.SOURCES / "kernels.c")
+    command = [*build._compiler(), *build.FLAGS, *flags, source, "-o", str(path), *build.LINK]
+    subprocess.run(command, check=True)
+    return Library(path)
+
+
+@pytest.fixture(params=["native", "portable", "avx512"])
 def library(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(params=["portable", "avx512"])
+def other(request):
+    """A variant that must give the bits of the native one."""
     return request.getfixturevalue(request.param)
