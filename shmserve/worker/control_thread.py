@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shmserve.boards import HEARTBEAT_S
-from shmserve.control import ControlLink, Message
+from shmserve.control import ControlError, ControlLink, Message
 from shmserve.rings.board import Board
 from shmserve.rings.wakeup import Counter
 
@@ -53,7 +53,11 @@ class ControlThread:
             self._board["heartbeat_ns"] = time.monotonic_ns()
             if not ready:
                 continue
-            received = self._link.receive()
+            try:
+                received = self._link.receive()
+            except ControlError as error:
+                log.error("the control link cannot be believed any more: %s", error)
+                received = None
             if received is None:
                 log.warning("the supervisor is gone: ending")
                 self._on_orphaned()

@@ -1,35 +1,48 @@
 """More than the server can take: refused at once, with a status that a client can retry, before any byte of a response."""
 
 import json
+import select
 import threading
 import time
 
 import pytest
+from serving import until
 
 
-def burst(server, bodies):
-    """Send all of `bodies` at once, each on a connection of its own; [(status, headers, body)]."""
-    connections = [server.connect() for _ in bodies]
-    for connection in connections:
-        connection.connect()
-    start = threading.Barrier(4)
-    answers = [None] * len(bodies)
+class Burst:
+    """Requests sent all at once, each on a connection of its own."""
 
-    def send(part):
-        start.wait()
-        for i in part:
-            connections[i].request("POST", "/v1/completions", json.dumps(bodies[i]))
+    def __init__(self, server, bodies):
+        self._open = [server.connect() for _ in bodies]
+        for connection in self._open:
+            connection.connect()
+        start = threading.Barrier(4)
 
-    threads = [threading.Thread(target=send, args=(range(k, len(bodies), 4),)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, connection in enumerate(connections):
-        response = connection.getresponse()
-        answers[i] = (response.status, response.headers, response.read())
-        connection.close()
-    return answers
+        def send(number):
+            start.wait()
+            for connection, body in list(zip(self._open, bodies, strict=True))[number::4]:
+                connection.request("POST", "/v1/completions", json.dumps(body))
+
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def take(self, count):
+        """The first `count` answers of those that are left: (status, headers, body)."""
+        answers = []
+        while len(answers) < count:
+            sockets = {connection.sock: connection for connection in self._open}
+            readable, _, _ = select.select(list(sockets), [], [], 30)
+            assert readable, f"no answer any more, {len(answers)} came"
+            for sock in readable:
+                connection = sockets[sock]
+                self._open.remove(connection)
+                response = connection.getresponse()
+                answers.append((response.status, response.headers, response.read()))
+                connection.close()
+        return answers
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +52,24 @@ def tight(start_server):
 
 
 def test_one_runs_four_wait_and_the_rest_is_refused_F1(tight):
-    server = tight
-    refused_before = server.words("http")["num_refused"]
-    # Long enough that none ends before all have asked.
-    bodies = [
-        {"prompt": "Hi", "max_tokens": 100, "ignore_eos": True, "stream": i % 2 == 0}
-        for i in range(64)
-    ]
-    answers = burst(server, bodies)
-    served = [answer for answer in answers if answer[0] == 200]
-    refused = [answer for answer in answers if answer[0] == 503]
-    assert (len(served), len(refused)) == (5, 59)
-    for _, headers, body in refused:
+    before = tight.words("http")["num_refused"]
+    running = tight.stream(max_tokens=8000, ignore_eos=True)
+    running.take(1)
+    burst = Burst(
+        tight, [{"prompt": "Hi", "max_tokens": 5, "stream": i % 2 == 0} for i in range(63)]
+    )
+    for status, headers, body in burst.take(
+        59
+    ):  # while one runs: nobody else gets an answer, and none a 200
         error = json.loads(body)["error"]
-        assert (error["code"], error["type"]) == ("queue_full", "overloaded_error")
+        assert (status, error["code"], error["type"]) == (503, "queue_full", "overloaded_error")
         assert int(headers["Retry-After"]) >= 1
         assert headers["Content-Type"].startswith("application/json")
-    assert server.words("http")["num_refused"] - refused_before == 59
-    server.wait_idle()
-    assert server.text(max_tokens=2)
+    assert tight.words("http")["num_refused"] - before == 59
+    until(lambda: tight.words("worker")["waiting"] == 4, "four wait")
+    running.leave()
+    assert [status for status, *_ in burst.take(4)] == [200] * 4
+    tight.wait_idle()
 
 
 def test_health_and_models_answer_while_the_queue_is_full_F1(tight):
@@ -110,7 +122,8 @@ def test_every_request_of_an_overload_gets_its_answer_F2(start_server):
 def test_a_full_submit_ring_refuses_under_drop_and_waits_under_block(start_server, policy):
     """A ring of 8 slots, 32 requests at once: under drop some may be refused with a 503, under block none is."""
     server = start_server("--step-ms=2", "--submit-ring-slots=8", f"--submit-policy={policy}")
-    for status, headers, body in burst(server, [{"prompt": [19556] * 900, "max_tokens": 1}] * 32):
+    burst = Burst(server, [{"prompt": [19556] * 900, "max_tokens": 1}] * 32)
+    for status, headers, body in burst.take(32):
         assert status == 200 or (status == 503 and policy == "drop"), body
         if status == 503:
             assert json.loads(body)["error"]["code"] == "submit_ring_full"
