@@ -27,17 +27,26 @@ def portable(kernel_cache):
     return Library(compiled_library(kernel_cache, ("SHM_PORTABLE",)))
 
 
-@pytest.fixture(scope="session")
-def avx512(kernel_cache):
-    """The variant for AVX512-VNNI, its intrinsics emulated: it runs on any x86-64 CPU of the last ten years."""
+def emulated(folder: Path, define: str) -> Library:
+    """A variant with instructions that this CPU may lack, emulated: it runs on any x86-64 CPU of the last ten years."""
     if not {"avx2", "fma", "f16c"} <= set(build.cpu_features().split()):
         pytest.skip("the emulation needs AVX2, FMA and F16C")
-    path, header = kernel_cache / "avx512.so", Path(__file__).with_name("avx512_emulation.h")
-    flags = ("-O1", "-march=native", "-DSHM_AVX512_VNNI", "-include", str(header))
+    path, header = folder / f"{define}.so", Path(__file__).with_name("vnni_emulation.h")
+    flags = ("-O1", "-march=x86-64-v3", f"-D{define}", "-include", str(header))
     source = str(build.SOURCES / "kernels.c")
     command = [*build._compiler(), *build.FLAGS, *flags, source, "-o", str(path), *build.LINK]
     subprocess.run(command, check=True)
     return Library(path)
+
+
+@pytest.fixture(scope="session")
+def avx512(kernel_cache):
+    return emulated(kernel_cache, "SHM_AVX512_VNNI")
+
+
+@pytest.fixture(scope="session")
+def avx_vnni(kernel_cache):
+    return emulated(kernel_cache, "__AVXVNNI__")
 
 
 @pytest.fixture(params=["native", "portable", "avx512"])
@@ -45,7 +54,7 @@ def library(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["portable", "avx512"])
+@pytest.fixture(params=["portable", "avx512", "avx_vnni"])
 def other(request):
     """A variant that must give the bits of the native one."""
     return request.getfixturevalue(request.param)

@@ -1,6 +1,7 @@
-/* The AVX-512 intrinsics that the kernels use, lane by lane, so that their variant can be tested on a CPU that has none.
+/* The VNNI and AVX-512 intrinsics that the kernels use, lane by lane, so that their variants can be tested on a CPU without.
  *
- * Included before the kernels (-include), with SHM_AVX512_VNNI defined. Each function is what Intel's description says.
+ * Included before the kernels (-include), with SHM_AVX512_VNNI or __AVXVNNI__ defined. Each function is what Intel's
+ * description says.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -18,6 +19,14 @@ EMULATED __m512i emulated_dpbusd(__m512i sum, __m512i a, __m512i b) {
     for (int i = 0; i < 64; i++)
         out[i / 4] += (int32_t)((emulated_u8)a)[i] * (int32_t)((emulated_i8)b)[i];
     return (__m512i)out;
+}
+EMULATED __m256i emulated_dpbusd256(__m256i sum, __m256i a, __m256i b) {
+    int32_t out[8];
+    memcpy(out, &sum, sizeof out);
+    for (int i = 0; i < 32; i++)
+        out[i / 4] += (int32_t)((uint8_t *)&a)[i] * (int32_t)((int8_t *)&b)[i];
+    memcpy(&sum, out, sizeof out);
+    return sum;
 }
 EMULATED __m512 emulated_cvtph(__m256i halves) {
     __m512 out;
@@ -67,6 +76,7 @@ EMULATED __m512i emulated_load_ints(const void *p) {
 EMULATED void emulated_store(void *p, __m512 v) { memcpy(p, &v, sizeof v); }
 
 #define _mm512_dpbusd_epi32 emulated_dpbusd
+#define _mm256_dpbusd_avx_epi32 emulated_dpbusd256
 #define _mm512_cvtph_ps emulated_cvtph
 #define _mm512_fmadd_ps emulated_fmadd
 #define _mm512_cvtepi32_ps emulated_cvtepi32
