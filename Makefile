@@ -19,7 +19,7 @@ serve: $(VENV)/.run
 	exec $(PY) -m shmserve start
 
 test: $(VENV)/.dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # Everything that later needs more than a venv (browser, clients, systemd) hangs on this target.
 test-all: test
