@@ -55,13 +55,12 @@ typedef struct {
     const Step *step;
     Pool *pool;
     Room *rooms;
-    int num_threads, max_tokens, max_samples;
+    int num_threads;
     int hidden_stride, qkv_stride, k_at, v_at, width;
     float *h, *qkv, *attended;
     Rows normed, mixed, acted; /* quantised inputs of q k v, gate, up and the head; of o; of down */
     RowTile *tiles;
     int num_tiles;
-    bool is_closing;
 } Engine;
 
 /* ---- phases ------------------------------------------------------------------------------------------------------------ */
@@ -449,7 +448,6 @@ Engine *shm_engine_new(const Model *model, int32_t max_tokens, int32_t num_threa
     bool is_short = false;
     const Layer *l = &model->layers[0];
     e->model = model;
-    e->max_tokens = max_tokens;
     e->num_threads = num_threads;
     e->hidden_stride = l->q.num_groups * GROUP;
     e->k_at = l->q.num_panels * COLUMNS;

@@ -22,6 +22,9 @@ from shmserve.worker.cpu.pack import COLUMNS, PackedLayer, PackedMatrix, PackedM
 KV_TILE = 16
 """Tokens of a KV tile: a block of the scheduler is a whole number of them."""
 
+MOST_ITEMS = 1 << 20
+"""Items of one phase that the threads' ticket can count (ITEM_BITS of pool.h)."""
+
 VALUE_BYTES = 2  # the cache is float16: as many bytes as bfloat16, an eighth of its rounding, converted by every CPU of today
 
 
@@ -151,7 +154,8 @@ def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: i
 
 
 class Engine:
-    """The kernels over one model, with its KV cache of `num_blocks` blocks. Raises MemoryError if there is not enough."""
+    """The kernels over one model, with its KV cache of `num_blocks` blocks. Raises MemoryError if there is not enough, KernelsError
+    for a step that is too large."""
 
     def __init__(
         self,
@@ -165,6 +169,10 @@ class Engine:
         num_threads: int,
     ) -> None:
         assert block_size % KV_TILE == 0, block_size
+        if max_tokens * model.num_kv_heads >= MOST_ITEMS:
+            raise KernelsError(
+                f"a step of {max_tokens} tokens and {model.num_kv_heads} kv heads is more than {MOST_ITEMS} items of work"
+            )
         shape = (len(model.layers), model.num_kv_heads, model.head_dim)
         num_bytes = num_blocks * block_bytes(*shape, block_size)
         # Pages come when they are first written: a cache that is never full costs no memory for the rest.

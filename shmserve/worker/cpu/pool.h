@@ -16,6 +16,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -153,12 +154,16 @@ static Pool *pool_new(int num_threads) {
     memset(pool, 0, sizeof *pool);
     pool->threads = calloc((size_t)num_threads, sizeof(PoolThread));
     pool->num_threads = 1;
+    sigset_t all, before; /* signals are for the threads of the interpreter */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (int i = 1; pool->threads && i < num_threads; i++) {
         pool->threads[i] = (PoolThread){.pool = pool, .index = i};
         if (pthread_create(&pool->threads[i].id, NULL, pool_thread_main, &pool->threads[i]))
             break;
         pool->num_threads = i + 1;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (pool->num_threads == num_threads && pool->threads)
         return pool;
     pool_close(pool);

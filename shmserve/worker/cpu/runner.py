@@ -119,8 +119,10 @@ def _is_plain_greedy(rows: I4, state: SamplingState) -> np.ndarray:
         & (state.presence_penalty[rows] == 0)
         & (state.repetition_penalty[rows] == 1)
     )
-    has_edit = [row in state.bias or row in state.banned_early for row in rows.tolist()]
-    result: np.ndarray = is_greedy & is_plain & ~np.array(has_edit, np.bool_)
+    result: np.ndarray = is_greedy & is_plain
+    if state.bias or state.banned_early:
+        has_edit = [row in state.bias or row in state.banned_early for row in rows.tolist()]
+        result &= ~np.array(has_edit, np.bool_)
     return result
 
 

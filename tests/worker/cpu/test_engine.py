@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shmserve.worker.batch import Batch
+from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.library import Engine
 from shmserve.worker.cpu.pack import Arena, pack_floats
 from shmserve.worker.cpu.selftest import reference_logits, toy_model
@@ -241,6 +242,11 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(native):
     logits, _ = engine.run(batch_of([(ids[30:], 30, [8, 9, 3, 5])]))
     np.testing.assert_array_equal(logits[0], expected)
     engine.close()
+
+
+def test_a_step_of_too_many_items_is_refused(native):
+    with pytest.raises(KernelsError, match="a step of 600000 tokens and 2 kv heads"):
+        engine_of(native, toy_model(0), max_tokens=600_000)
 
 
 def test_engines_come_and_go_with_their_threads(native):
