@@ -60,6 +60,10 @@ class Settings:
     patience_s: float
 
 
+class NoSteadyWindow(Exception):
+    """Some stream had ended before the last one began: nothing can be said about B streams."""
+
+
 def reduce_run(run: StreamRun, log: EmissionLog, batch: int, settings: Settings) -> Row:
     """The figures of one client run against one server."""
     broken = [stream for stream in run.streams if not stream.is_whole]
@@ -68,7 +72,7 @@ def reduce_run(run: StreamRun, log: EmissionLog, batch: int, settings: Settings)
             f"B = {batch}: {len(broken)} streams failed, the first with status {broken[0].status}"
         )
     if run.window is None:
-        raise SystemExit(
+        raise NoSteadyWindow(
             f"B = {batch}: no moment at which all streams were decoding; more --tokens would give one"
         )
     gaps_ms = [
@@ -136,8 +140,18 @@ def measure_batch(
     """All pairs of one B; a noisy pair is measured again while redos are left."""
     pairs: list[Row] = []
     num_redo = settings.num_redo
+    for server in (ours, floor):  # not measured: both have then served so many streams before
+        warm = run_client(program, server, batch, settings.num_tokens)
+        server.log.emission_times({stream.req_id for stream in warm.streams}, settings.num_tokens)
     while len(pairs) < settings.num_pairs:
-        pair = measure_pair(batch, len(pairs) % 2 == 0, ours, floor, program, settings)
+        try:
+            pair = measure_pair(batch, len(pairs) % 2 == 0, ours, floor, program, settings)
+        except NoSteadyWindow as error:
+            if not num_redo:
+                raise SystemExit(str(error)) from None
+            num_redo -= 1
+            click.echo(f"{error}: measured again", err=True)
+            continue
         if pair["noise_cores"] > NOISE_LIMIT_CORES and num_redo:
             num_redo -= 1
             click.echo(

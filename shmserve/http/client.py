@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.config import RingConfig
+from shmserve.http.direct import DirectTable
 from shmserve.http.errors import ApiError, worker_died
 from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.pump import Pump
@@ -64,7 +65,12 @@ class WorkerLink:
         # The writer keeps what must not be lost; whether a SUBMIT waits or is refused is decided in `submit`.
         self._writer = Dropping(channel.submit.producer())
         self._pump = Pump(
-            channel.tokens, self.in_flight, self._client.board, self._client.forget, self.break_off
+            channel.tokens,
+            self.in_flight,
+            self._client.table,
+            self._client.board,
+            self._client.forget,
+            self.break_off,
         )
 
     def close(self, reason: str) -> None:
@@ -212,6 +218,7 @@ class WorkerClient:
         self.board = board
         self.links: dict[int, WorkerLink] = {}
         self.in_flight: dict[int, InFlight] = {}
+        self.table = DirectTable(rings.table_size)
         self.on_drained: Callable[[], None] | None = None
         self._http_index = http_index
         self._free_slots = deque(range(rings.table_size))
@@ -261,7 +268,7 @@ class WorkerClient:
             )
         slot = self._free_slots.popleft()
         req_id = (next(self._generations) & 0xFF_FFFF_FFFF) << 24 | self._http_index << 16 | slot
-        entry = InFlight(req_id, index, link, signal, arrival_ns)
+        entry = InFlight(req_id, index, link, signal, arrival_ns, self.table)
         entry.submitted_ns = time.monotonic_ns()
         self.in_flight[req_id] = link.in_flight[req_id] = entry
         try:
@@ -306,6 +313,7 @@ class WorkerClient:
         if self.in_flight.pop(entry.req_id, None) is None:
             return
         entry.link.in_flight.pop(entry.req_id, None)
+        entry.forgotten()
         self._free_slots.append(entry.req_id & 0xFFFF)
         if not self.in_flight and self.on_drained is not None:
             self.on_drained()

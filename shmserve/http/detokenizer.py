@@ -45,12 +45,13 @@ class Pieces:
     tokens are first seen, a large vocabulary would keep a busy front end on the slow path for minutes.
     """
 
-    __slots__ = ("_bytes", "_silent", "direct")
+    __slots__ = ("_bytes", "_silent", "direct", "longest")
 
     def __init__(self, token_bytes: list[bytes], silent_ids: frozenset[int]) -> None:
         self._bytes = token_bytes
         self._silent = silent_ids
         self.direct = [_piece(data) for data in token_bytes]
+        self.longest = max(map(len, self.direct), default=0)
         for token_id in silent_ids:
             self.direct[token_id] = b""
 

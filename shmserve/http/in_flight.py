@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from shmserve.http.direct import Direct, DirectTable
 from shmserve.http.errors import ApiError
 from shmserve.wire import FinishRecord
 
 if TYPE_CHECKING:
     from shmserve.http.client import WorkerLink
-    from shmserve.http.stream import ChunkHeads
-
-Direct: TypeAlias = (
-    "tuple[ChunkHeads, list[bytes], bytes, Callable[[bytes], None], Callable[[], int]]"
-)
-"""What a plain token needs on its way to the socket: bytes before a piece by its length, the pieces by token id, bytes behind;
-the transport's write and get_write_buffer_size."""
 
 
 class Signal:
@@ -53,31 +47,26 @@ class Signal:
         return was_set
 
 
-def _never() -> None:
-    raise AssertionError("only a running stream is written to directly")
-
-
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
 class InFlight:
-    """`token_ids` are those that came and are not yet taken. `direct` is what the pump needs to write plain tokens straight to
-    the transport, and None while it may not."""
+    """`token_ids` are those that came and are not yet taken. `direct` is the pump's way for plain tokens straight to the
+    transport, None while it may not; it and `last_written_ns` live in the table's columns, at this entry's place."""
 
     __slots__ = (
+        "_slot",
+        "_table",
         "arrival_ns",
-        "direct",
         "error",
         "finish",
         "has_tokens",
         "index",
         "is_aborted",
         "is_submitted",
-        "last_written_ns",
         "link",
-        "on_congested",
         "on_tokens",
         "req_id",
         "signal",
@@ -88,8 +77,17 @@ class InFlight:
     )
 
     def __init__(
-        self, req_id: int, index: int, link: WorkerLink, signal: Signal, arrival_ns: int
+        self,
+        req_id: int,
+        index: int,
+        link: WorkerLink,
+        signal: Signal,
+        arrival_ns: int,
+        table: DirectTable,
     ) -> None:
+        self._table = table
+        self._slot = req_id & int(table.mask)
+        table.enter(req_id, self._slot)
         self.req_id = req_id
         self.index = index  # which choice of its response
         self.link = link
@@ -104,12 +102,30 @@ class InFlight:
         self.token_ids: list[int] = []
         self.was_stop_token = False  # the last token ended the request and has no text
         self.has_tokens = False  # the first one has come
-        self.last_written_ns = 0  # of the newest frame, written
-        self.direct: Direct | None = None  # owned by stream.py
         self.on_tokens: Callable[[InFlight], None] | None = None  # slow path of a running stream
-        self.on_congested: Callable[[], None] = (
-            _never  # the transport did not take all of a direct write
-        )
+
+    @property
+    def direct(self) -> Direct | None:
+        return self._table.paths[self._slot]
+
+    @direct.setter
+    def direct(self, path: Direct | None) -> None:
+        if self._table.owner[self._slot] == self.req_id:  # else its place is another's already
+            self._table.paths[self._slot] = path
+
+    @property
+    def last_written_ns(self) -> int:
+        """When its newest frame was written."""
+        return self._table.written_ns[self._slot]
+
+    @last_written_ns.setter
+    def last_written_ns(self, at_ns: int) -> None:
+        if self._table.owner[self._slot] == self.req_id:
+            self._table.written_ns[self._slot] = at_ns
+
+    def forgotten(self) -> None:
+        """Its FINISH came, or its channel ended: its place in the table is free."""
+        self._table.leave(self._slot)
 
     @property
     def is_over(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shmserve.http.direct import DirectTable
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight
 from shmserve.request import FinishReason
@@ -31,6 +32,7 @@ from shmserve.wire import (
     FLAG_LAST_IS_STOP,
     TOKEN_SLOT_BYTES,
     TokenKind,
+    token_key,
     unpack_finish,
     unpack_message,
 )
@@ -57,12 +59,13 @@ _U4: TypeAlias = npt.NDArray[np.uint32]
 
 
 class Pump:
-    """Reads one token ring. `entries` is the front end's table by req_id; `on_finish` forgets an entry."""
+    """Reads one token ring. `entries` is the front end's table by req_id, `table` its columns by place; `on_finish` forgets an entry."""
 
     def __init__(
         self,
         ring: Ring,
         entries: dict[int, InFlight],
+        table: DirectTable,
         board: Board,
         on_finish: Callable[[InFlight], None],
         on_broken: Callable[[str], None],
@@ -71,6 +74,7 @@ class Pump:
         self._ring = ring
         self._consumer = ring.consumer()
         self._entries = entries
+        self._table = table
         self._board = board
         self._on_finish = on_finish
         self._on_broken = on_broken
@@ -137,36 +141,37 @@ class Pump:
         written = self._written
         before = len(written)
         add_written, add_itl = written.append, self._itl_wire.append
-        get = self._entries.get
+        table = self._table
+        paths, written_ns = table.paths, table.written_ns
+        ids = records["req_id"]
+        slots = ids & table.mask
+        # Plain tokens of requests that are in the table under this very id; all else is looked at one by one.
+        is_plain = (records["meta"] == _PLAIN) & (table.owner[slots] == ids)
         skipped: list[int] = []
         slow_tokens = 0
-        for i, req_id, meta, token_id in zip(
+        for i, slot, plain, token_id in zip(
             range(count),
-            records["req_id"].tolist(),
-            records["meta"].tolist(),
+            slots.tolist(),
+            is_plain.tolist(),
             records["token_id"].tolist(),
             strict=True,
         ):
-            entry = get(req_id)
-            if entry is not None:
-                if meta == _PLAIN and (direct := entry.direct) is not None:
-                    heads, pieces, tail, write, buffered = direct
-                    piece = pieces[token_id]
-                    if piece:
-                        write(heads[len(piece)] + piece + tail)
-                        at = now()
-                        add_written(at)
-                        add_itl(at - entry.last_written_ns)
-                        entry.last_written_ns = at
-                        if buffered():
-                            entry.on_congested()
-                        continue
+            if plain and (path := paths[slot]) is not None:
+                lines, fixed, front, back, pieces, write, buffered, congested = path
+                piece = pieces[token_id]
+                if piece:
+                    write(b"".join((lines[fixed + len(piece)], front, piece, back)))
+                    at = now()
+                    add_written(at)
+                    add_itl(at - written_ns[slot])
+                    written_ns[slot] = at
+                    if buffered():
+                        congested()
+                    continue
+            slow_tokens += self._guarded(
                 # A copy: a traceback that somebody keeps would keep a view, and the channel could not be closed.
-                slow_tokens += self._guarded(
-                    entry, view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES].tobytes()
-                )
-            else:
-                self.num_stale += req_id != 0  # READY has no request
+                view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES].tobytes()
+            )
             skipped.append(i)
         num_direct = len(written) - before
         words = self._board.words
@@ -179,12 +184,17 @@ class Pump:
             if len(written) >= FOLD_AFTER:
                 self.fold()
             del chosen
-        del records
+        del records, ids
         view.release()
         consumer.release(count)
 
-    def _guarded(self, entry: InFlight, slot: bytes) -> int:
-        """`_slow`, and whatever goes wrong in it ends this request only."""
+    def _guarded(self, slot: bytes) -> int:
+        """`_slow` for the request of a record, if there is one, and whatever goes wrong in it ends this request only."""
+        req_id = token_key(slot)
+        entry = self._entries.get(req_id)
+        if entry is None:
+            self.num_stale += req_id != 0  # READY has no request
+            return 0
         try:
             return self._slow(entry, slot)
         except Exception:

@@ -26,8 +26,9 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion11
 
 from shmserve.http.detokenizer import TextStream
+from shmserve.http.direct import Direct, direct_path
 from shmserve.http.errors import ApiError
-from shmserve.http.in_flight import Direct, InFlight, Signal
+from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.listener import NOTSENT_LOWAT_BYTES, backlog_bytes
 
 if TYPE_CHECKING:
@@ -68,23 +69,6 @@ class ResponseFormat(Protocol):
 
     def ending(self, entries: Sequence[InFlight]) -> bytes:
         """Events after the last choice's end, [DONE] included."""
-
-
-class ChunkHeads(dict[int, bytes]):
-    """Bytes before a piece of n bytes: the chunk's size line (HTTP/1.1) and what stands before the text."""
-
-    def __init__(self, before: bytes, after: bytes, is_chunked: bool) -> None:
-        super().__init__()
-        self._before = before
-        self._fixed = len(before) + len(after)
-        self._is_chunked = is_chunked
-
-    def __missing__(self, length: int) -> bytes:
-        head = self._before
-        if self._is_chunked:
-            head = b"%x\r\n%b" % (self._fixed + length, self._before)
-        self[length] = head
-        return head
 
 
 class Choice:
@@ -219,7 +203,6 @@ class SseStream:
         """Move tokens until every choice has ended; the last events, not yet written. Raises the ApiError that ended it early."""
         for choice in self._choices:
             choice.entry.on_tokens = self._on_tokens
-            choice.entry.on_congested = self._congest
         if self._transport.get_write_buffer_size():
             self._congest()
         while True:
@@ -304,13 +287,14 @@ class SseStream:
             entry.direct = None  # what is held goes out before the next token's text
             return
         if choice.direct is None:
-            before, after = around
-            choice.direct = (
-                ChunkHeads(before, after, self._is_chunked),
+            choice.direct = direct_path(
+                *around,
+                self._is_chunked,
                 choice.pieces.direct,
-                after + (b"\r\n" if self._is_chunked else b""),
+                choice.pieces.longest,
                 self._transport.write,
                 self._transport.get_write_buffer_size,
+                self._congest,
             )
         entry.direct = choice.direct
 
