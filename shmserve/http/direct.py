@@ -22,12 +22,11 @@ Direct: TypeAlias = tuple[
     bytes,
     bytes,
     list[bytes],
-    Callable[[bytes], None],
-    Callable[[], int],
-    Callable[[], None],
+    Callable[[bytes], int],
+    Callable[[bytes, int], None],
 ]
-"""Chunk size lines by size; bytes around a piece, counted; before it; behind it; pieces by token id; the transport's write and
-get_write_buffer_size; whom to tell when the transport did not take all."""
+"""Chunk size lines by size; bytes around a piece, counted; before it; behind it; pieces by token id; the socket's send; who
+takes over a frame that was not sent whole, with what was sent of it (-1: the connection is broken)."""
 
 
 def direct_path(
@@ -36,17 +35,16 @@ def direct_path(
     is_chunked: bool,
     pieces: list[bytes],
     longest_piece: int,
-    write: Callable[[bytes], None],
-    buffered: Callable[[], int],
-    on_congested: Callable[[], None],
+    send: Callable[[bytes], int],
+    spill: Callable[[bytes, int], None],
 ) -> Direct | None:
     """The path of one choice's plain tokens; None if its frames could be larger than a size line is kept for."""
     fixed = len(before) + len(after)
     if fixed + longest_piece >= MOST_CHUNK_BYTES:
         return None
     if not is_chunked:  # HTTP/1.0
-        return (_NO_LINES, fixed, before, after, pieces, write, buffered, on_congested)
-    return (_SIZE_LINES, fixed, before, after + b"\r\n", pieces, write, buffered, on_congested)
+        return (_NO_LINES, fixed, before, after, pieces, send, spill)
+    return (_SIZE_LINES, fixed, before, after + b"\r\n", pieces, send, spill)
 
 
 class DirectTable:

@@ -4,7 +4,7 @@ Owns: the token ring's reading end. Never: wakes a task for a token of a stream 
 runs more than K = 256 records (about 2 ms) without giving the event loop a turn.
 
 A plain token (one whole-character token of a stream without stop strings, whose transport has nothing buffered) becomes a frame by
-three concatenations and is written here; everything else goes the slow way, through `InFlight.on_tokens`.
+one join and is sent from here; everything else goes the slow way, through `InFlight.on_tokens`.
 Times are collected in lists and folded into the board's histograms a few thousand tokens at a time.
 """
 
@@ -27,6 +27,7 @@ from shmserve.http.in_flight import InFlight
 from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Ring
+from shmserve.rings.layout import W_WRITE_CURSOR
 from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire import (
     FLAG_LAST_IS_STOP,
@@ -73,6 +74,7 @@ class Pump:
         self.num_stale = 0
         self._ring = ring
         self._consumer = ring.consumer()
+        self._words = ring.segment.words()
         self._entries = entries
         self._table = table
         self._board = board
@@ -104,7 +106,8 @@ class Pump:
 
     @property
     def is_behind(self) -> bool:
-        return self._consumer.owed > 0
+        """True while records are in the ring. An indication (it reads the cursor for observers), and enough to give way."""
+        return self._words[W_WRITE_CURSOR] != self._consumer.read_cursor
 
     def _on_readable(self) -> None:
         try:
@@ -157,16 +160,22 @@ class Pump:
             strict=True,
         ):
             if plain and (path := paths[slot]) is not None:
-                lines, fixed, front, back, pieces, write, buffered, congested = path
+                lines, fixed, front, back, pieces, send, spill = path
                 piece = pieces[token_id]
                 if piece:
-                    write(b"".join((lines[fixed + len(piece)], front, piece, back)))
+                    frame = b"".join((lines[fixed + len(piece)], front, piece, back))
+                    try:
+                        sent = send(frame)
+                    except BlockingIOError:
+                        sent = 0
+                    except OSError:
+                        sent = -1
                     at = now()
                     add_written(at)
                     add_itl(at - written_ns[slot])
                     written_ns[slot] = at
-                    if buffered():
-                        congested()
+                    if sent != len(frame):
+                        spill(frame, sent)
                     continue
             slow_tokens += self._guarded(
                 # A copy: a traceback that somebody keeps would keep a view, and the channel could not be closed.
