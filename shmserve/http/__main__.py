@@ -24,7 +24,7 @@ from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
 from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
-from shmserve.http.listener import listen
+from shmserve.http.listener import Listener
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
@@ -83,8 +83,11 @@ class HttpProcess:
         runner = app.runner_of(app.build(self.front, self.boards, self.joined.instance))
         await runner.setup()
         self._server = runner.server
+        listeners: list[Listener] = []
         for sock in self._sockets:
-            await listen(runner, sock, self.joined.config.http)
+            server = self._server
+            assert server is not None, "set up just now"
+            listeners.append(Listener(server, sock, self.joined.config.http, self.front.turnstile))
         # What lives now lives until the end: a full collection over it would hold every stream for 50 ms.
         gc.collect()
         gc.freeze()
@@ -98,6 +101,8 @@ class HttpProcess:
                 "the server is shutting down" if not self._orphaned else "the supervisor is gone"
             )
         await asyncio.sleep(0)
+        for listener in listeners:
+            listener.close()
         await runner.cleanup()
         self._beat_timer.cancel()
         self.front.tokenizer.close()

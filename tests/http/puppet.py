@@ -25,7 +25,7 @@ from shmserve.http.client import WorkerClient, WorkerLink
 from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
 from shmserve.http.in_flight import InFlight, Signal
-from shmserve.http.listener import listen
+from shmserve.http.listener import Listener
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
@@ -201,13 +201,17 @@ class Puppet(Rings):
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))
         self.port = sock.getsockname()[1]
-        await listen(self._runner, sock, replace(self._http, backlog=16))
+        assert self._runner.server is not None
+        self._listener = Listener(
+            self._runner.server, sock, replace(self._http, backlog=16), self.front.turnstile
+        )
         return self
 
     async def __aexit__(self, *rest: object) -> None:
         for writer in self._writers:
             writer.close()
         self.link.close("the test is over")
+        self._listener.close()
         await self._runner.cleanup()
         self.front.tokenizer.close()
         await super().__aexit__(*rest)
