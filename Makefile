@@ -7,6 +7,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
+# --no-compile: what is never imported need not be compiled (a quarter of the set-up).
 # Debian's pip comes without venv's ensurepip and refuses to install outside one: the pip on PATH installs into ours.
 PIP := pip --python $(PY) --disable-pip-version-check
 
@@ -19,10 +20,11 @@ serve: $(VENV)/.run
 	exec $(PY) -m shmserve start
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile -m 'not slow'
 
-# Everything that later needs more than a venv (browser, clients, systemd) hangs on this target.
-test-all: test
+# And the tests that take long. What later needs more than a venv (browser, clients, systemd) hangs on this target.
+test-all: $(VENV)/.dev
+	$(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
@@ -41,11 +43,11 @@ $(PY):
 	$(PYTHON) -m venv --without-pip $(VENV)
 
 $(VENV)/.run: setup.cfg pyproject.toml constraints.txt | $(PY)
-	$(PIP) install $(PIP_ARGS) --progress-bar on -c constraints.txt -e .
+	$(PIP) install $(PIP_ARGS) --no-compile --progress-bar on -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.dev: setup.cfg pyproject.toml constraints.txt | $(PY)
-	$(PIP) install $(PIP_ARGS) -q -c constraints.txt -e '.[dev]'
+	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.run
 
 clean:

@@ -93,7 +93,7 @@ def test_stopped_worker_is_unhealthy_and_goes_on_where_it_was(
     assert server.pids("worker") == [worker]
 
 
-@pytest.mark.parametrize("phase", ["idle", "decode"])
+@pytest.mark.parametrize("phase", [pytest.param("idle", marks=pytest.mark.slow), "decode"])
 def test_supervisor_killed_takes_everybody_along_and_a_new_start_works(
     serve: Serve, client: Any, until: Any, is_alive: Any, free_port: int, phase: str
 ) -> None:
@@ -116,6 +116,7 @@ def test_supervisor_killed_takes_everybody_along_and_a_new_start_works(
     assert client(successor).stream(max_tokens=3).rest()[-1] == "[DONE]"
 
 
+@pytest.mark.slow
 def test_everybody_killed_again_and_again_leaves_one_set(serve: Serve) -> None:
     bystander = serve()
     bystander.wait_ready()

@@ -129,6 +129,7 @@ def test_instance_stopped_as_a_whole_goes_on_without_a_death(start: Start, until
     assert server.pids() == pids
 
 
+@pytest.mark.slow
 def test_worker_that_dies_five_times_ends_the_instance_with_the_reason(start: Start) -> None:
     server = start(modes={"http": "crashes"})
     assert server.wait() == 1

@@ -151,7 +151,13 @@ def test_a_tied_embedding_is_in_memory_once(runner):
 # --- batching, chunking and blocks change nothing
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 3, 5, 7, 11, 13], [17], [16], [31, 1, 1]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [1, 2, 3, 5, 7, 11, 13],
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ([17], [16], [31, 1, 1])),
+    ],
+)
 def test_chunked_prefill_equals_prefill_at_once(runner, text_ids, sizes):
     blocks = range(1, 1 + -(-len(text_ids) // BLOCK))
     whole = runner.run(batch_of(Part(text_ids, blocks)), greedy_state())

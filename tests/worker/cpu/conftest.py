@@ -49,12 +49,18 @@ def avx_vnni(kernel_cache):
     return emulated(kernel_cache, "__AVXVNNI__")
 
 
-@pytest.fixture(params=["native", "portable", "avx512"])
+@pytest.fixture(params=["native", "portable", pytest.param("avx512", marks=pytest.mark.slow)])
 def library(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["portable", "avx512", "avx_vnni"])
+@pytest.fixture(
+    params=[
+        "portable",
+        pytest.param("avx512", marks=pytest.mark.slow),
+        pytest.param("avx_vnni", marks=pytest.mark.slow),
+    ]
+)
 def other(request):
     """A variant that must give the bits of the native one."""
     return request.getfixturevalue(request.param)
