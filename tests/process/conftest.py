@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from shmserve.instance_socket import ask, runtime_dir
+from shmserve.instance_socket import InstanceError, ask, runtime_dir
 from shmserve.rings.segment import names
 
 DRIVER = str(Path(__file__).with_name("run_supervisor.py"))
@@ -32,10 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _until(condition: Callable[[], Any], what: str) -> Any:
     """The first true value of `condition`; fails after a long patience, which is no bar."""
     deadline = time.monotonic() + PATIENCE_S
-    while not (value := condition()):
+    while True:
+        try:
+            if value := condition():
+                return value
+        except InstanceError:  # its socket is a file before anybody answers on it
+            value = None
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.02)
-    return value
 
 
 @pytest.fixture

@@ -117,6 +117,7 @@ def test_worker_stopped_for_too_long_is_killed_and_replaced(start: Start, until:
     assert "stopped by a signal" in server.output()
 
 
+@pytest.mark.slow
 def test_instance_stopped_as_a_whole_goes_on_without_a_death(start: Start, until: Any) -> None:
     server = start(config={"hang_timeout_s": 1.0})
     server.wait_ready()

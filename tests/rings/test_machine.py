@@ -408,6 +408,7 @@ BY_CURSOR = {
 }
 
 
+@pytest.mark.slow
 def test_machine_finds_a_hand_over_by_cursor_where_stores_are_reordered():
     with pytest.raises(AssertionError, match=r"half written|in order"):
         search(ReorderedStores, **BY_CURSOR)
