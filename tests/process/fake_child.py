@@ -77,7 +77,8 @@ def main() -> int:
             return 5
     signal.signal(signal.SIGUSR1, lambda *_: link.send({"type": "drained"}))
     while True:
-        for key, _ in selector.select():
+        # Not for ever: a signal that comes just before the wait does not end it.
+        for key, _ in selector.select(0.1):
             if key.fileobj is not link:
                 _answer(key.fileobj, told)
                 continue
