@@ -19,9 +19,8 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 _encode = msgspec.json.encode
 
 
-def escape(text: str) -> bytes:
-    """`text` as the inside of a JSON string. Line separators that some clients cut at are escaped too (U+2028, U+2029, U+0085)."""
-    data = _encode(text)[1:-1]
+def escape_separators(data: bytes) -> bytes:
+    """JSON without raw U+2028, U+2029 and U+0085, at which some clients cut lines."""
     if not data.isascii():
         data = (
             data.replace(b"\xe2\x80\xa8", b"\\u2028")
@@ -29,6 +28,11 @@ def escape(text: str) -> bytes:
             .replace(b"\xc2\x85", b"\\u0085")
         )
     return data
+
+
+def escape(text: str) -> bytes:
+    """`text` as the inside of a JSON string."""
+    return escape_separators(_encode(text)[1:-1])
 
 
 def _piece(data: bytes) -> bytes:

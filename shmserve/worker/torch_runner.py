@@ -66,7 +66,9 @@ class TorchRunner:
             torch.set_num_threads(num_threads)
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_batched_tokens
         config, source = open_model(model.weights, model.format)
-        info = _sized(config, max_model_len, kv_cache_bytes, block_size)
+        kv_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        per_block = BYTES_PER_VALUE * kv_values * block_size
+        info = sized("torch-cpu", config, per_block, max_model_len, kv_cache_bytes, block_size)
         with torch.inference_mode():
             weights = load_weights(source, config, lambda share: progress("loading weights", share))
             self._decoder = Decoder(config, weights, info.max_model_len)
@@ -134,13 +136,16 @@ def open_model(weights: Path, format: str) -> tuple[DecoderConfig, TensorSource]
     )
 
 
-def _sized(
-    config: DecoderConfig, max_model_len: int | None, kv_cache_bytes: int, block_size: int
+def sized(
+    name: str,
+    config: DecoderConfig,
+    bytes_per_block: int,
+    max_model_len: int | None,
+    kv_cache_bytes: int,
+    block_size: int,
 ) -> RunnerInfo:
     """What fits: block 0 is padding, the others hold the tokens of all sequences."""
-    kv_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    block_bytes = BYTES_PER_VALUE * kv_values * block_size
-    num_blocks = kv_cache_bytes // block_bytes
+    num_blocks = kv_cache_bytes // bytes_per_block
     capacity = (num_blocks - 1) * block_size
     if max_model_len is None:
         max_model_len = min(config.context_length, capacity)
@@ -149,13 +154,13 @@ def _sized(
             f"max_model_len {max_model_len} is beyond the model's context of {config.context_length} tokens"
         )
     if capacity < max(max_model_len, block_size):
-        needed = (-(-max(max_model_len, block_size) // block_size) + 1) * block_bytes
+        needed = (-(-max(max_model_len, block_size) // block_size) + 1) * bytes_per_block
         raise ModelLoadError(
             f"a KV cache of {kv_cache_bytes} bytes holds {max(capacity, 0)} tokens, but one sequence of "
             f"{max(max_model_len, block_size)} needs {needed} bytes"
         )
     return RunnerInfo(
-        name="torch-cpu",
+        name=name,
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
         num_blocks=num_blocks,

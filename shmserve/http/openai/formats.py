@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shmserve.http.detokenizer import escape_separators
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight
 from shmserve.http.stream import DONE
@@ -25,14 +26,7 @@ _encode = msgspec.json.encode
 
 def event(value: Any) -> bytes:
     """One SSE event. JSON never holds a raw line end; other separators are escaped where text is (`detokenizer.escape`)."""
-    data: bytes = _encode(value)
-    if not data.isascii():
-        data = (
-            data.replace(b"\xe2\x80\xa8", b"\\u2028")
-            .replace(b"\xe2\x80\xa9", b"\\u2029")
-            .replace(b"\xc2\x85", b"\\u0085")
-        )
-    return b"data: " + data + b"\n\n"
+    return b"data: " + escape_separators(_encode(value)) + b"\n\n"
 
 
 def finish_word(entry: InFlight) -> str:

@@ -23,10 +23,10 @@ from shmserve.worker.cpu.build import KernelsError, compiled_library
 from shmserve.worker.cpu.library import KV_TILE, Engine, Library, block_bytes
 from shmserve.worker.cpu.loading import load_model, open_source
 from shmserve.worker.cpu.selftest import check
-from shmserve.worker.models.config import DecoderConfig, ModelLoadError
 from shmserve.worker.runner import Progress, RunnerInfo
 from shmserve.worker.sampler import GREEDY_BELOW, sample
 from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.torch_runner import sized
 
 if TYPE_CHECKING:
     from shmserve.models import PreparedModel
@@ -61,7 +61,9 @@ class CpuRunner:
         # The sampler's products are small: more threads would only wait for each other.
         torch.set_num_threads(1)
         config, source = open_source(model.weights, model.format)
-        info = _sized(library, config, max_model_len, kv_cache_bytes, block_size)
+        per_block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, block_size)
+        name = f"cpu-{library.variant}"
+        info = sized(name, config, per_block, max_model_len, kv_cache_bytes, block_size)
         packed = load_model(
             source, config, info.max_model_len, lambda share: progress("loading weights", share)
         )
@@ -145,36 +147,4 @@ def _sampled(
         logprobs=logprobs,
         top=top,
         failed=tuple(sorted(failed)),
-    )
-
-
-def _sized(
-    library: Library,
-    config: DecoderConfig,
-    max_model_len: int | None,
-    kv_cache_bytes: int,
-    block_size: int,
-) -> RunnerInfo:
-    """What fits: block 0 is padding, the others hold the tokens of all sequences."""
-    one_block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, block_size)
-    num_blocks = kv_cache_bytes // one_block
-    capacity = (num_blocks - 1) * block_size
-    if max_model_len is None:
-        max_model_len = min(config.context_length, capacity)
-    elif max_model_len > config.context_length:
-        raise ModelLoadError(
-            f"max_model_len {max_model_len} is beyond the model's context of {config.context_length} tokens"
-        )
-    if capacity < max(max_model_len, block_size):
-        needed = (-(-max(max_model_len, block_size) // block_size) + 1) * one_block
-        raise ModelLoadError(
-            f"a KV cache of {kv_cache_bytes} bytes holds {max(capacity, 0)} tokens, but one sequence of "
-            f"{max(max_model_len, block_size)} needs {needed} bytes"
-        )
-    return RunnerInfo(
-        name=f"cpu-{library.variant}",
-        vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        block_size=block_size,
     )
