@@ -60,8 +60,8 @@ class Settings:
     patience_s: float
 
 
-class NoSteadyWindow(Exception):
-    """Some stream had ended before the last one began: nothing can be said about B streams."""
+WINDOW_COLUMNS = ("c_us", "tokens_per_s", "tokens_per_s_of_ideal", "cores")
+"""None where some stream had ended before the last one began: then nothing can be said about B streams decoding."""
 
 
 def reduce_run(run: StreamRun, log: EmissionLog, batch: int, settings: Settings) -> Row:
@@ -70,10 +70,6 @@ def reduce_run(run: StreamRun, log: EmissionLog, batch: int, settings: Settings)
     if broken:
         raise SystemExit(
             f"B = {batch}: {len(broken)} streams failed, the first with status {broken[0].status}"
-        )
-    if run.window is None:
-        raise NoSteadyWindow(
-            f"B = {batch}: no moment at which all streams were decoding; more --tokens would give one"
         )
     gaps_ms = [
         (after - before) / 1e6
@@ -86,20 +82,24 @@ def reduce_run(run: StreamRun, log: EmissionLog, batch: int, settings: Settings)
     ]
     num_frames = sum(len(stream.arrivals_ns) for stream in run.streams)
     num_tokens = sum(len(emitted[stream.req_id]) for stream in run.streams)
-    window_s = run.window.length_ns / 1e9
-    rate = tokens_per_s(run, settings.step_ms)
+    in_window: Row = dict.fromkeys(WINDOW_COLUMNS)
+    if run.window is not None:
+        rate = tokens_per_s(run, settings.step_ms)
+        in_window = {
+            "c_us": run.window.server_cpu_ns / run.window.num_frames / 1e3,
+            "tokens_per_s": rate,
+            "tokens_per_s_of_ideal": rate * settings.step_ms / 1e3 / batch,
+            "cores": run.window.server_cpu_ns / run.window.length_ns,
+        }
     return {
-        "c_us": run.window.server_cpu_ns / run.window.num_frames / 1e3,
+        **in_window,
         "frames_per_token": num_frames / num_tokens,
-        "tokens_per_s": rate,
-        "tokens_per_s_of_ideal": rate * settings.step_ms / 1e3 / batch,
         "itl_mean_ms": sum(gaps_ms) / len(gaps_ms),
         "itl_p50_ms": percentile(gaps_ms, 50),
         "itl_p99_ms": percentile(gaps_ms, 99),
         "itl_max_ms": max(gaps_ms),
         "lag_p50_ms": percentile(lags_ms, 50),
         "lag_p99_ms": percentile(lags_ms, 99),
-        "cores": run.window.server_cpu_ns / 1e9 / window_s,
         "client_cores": run.client_cpu_ns / 1e9 / run.length_s,
     }
 
@@ -124,7 +124,7 @@ def measure_pair(
         **mine,
         "frontend_cores": mine["cores"],
         "noise_cores": watch.cores(),
-        "c_ratio": mine["c_us"] / bare["c_us"],
+        "c_ratio": mine["c_us"] / bare["c_us"] if mine["c_us"] and bare["c_us"] else None,
         **{
             f"floor_{key}": bare[key]
             for key in ("c_us", "itl_p99_ms", "lag_p50_ms", "lag_p99_ms", "frames_per_token")
@@ -137,21 +137,22 @@ def measure_pair(
 def measure_batch(
     batch: int, ours: OurServer, floor: FloorServer, program: Path, settings: Settings
 ) -> Row:
-    """All pairs of one B; a noisy pair is measured again while redos are left."""
+    """All pairs of one B; a noisy pair is measured again while redos are left.
+
+    A pair without a steady window counts for frames, ITL and lag, but another is measured for what only a window can tell.
+    """
     pairs: list[Row] = []
     num_redo = settings.num_redo
+    most_pairs = 3 * settings.num_pairs
     for server in (ours, floor):  # not measured: both have then served so many streams before
         warm = run_client(program, server, batch, settings.num_tokens)
         server.log.emission_times({stream.req_id for stream in warm.streams}, settings.num_tokens)
-    while len(pairs) < settings.num_pairs:
-        try:
-            pair = measure_pair(batch, len(pairs) % 2 == 0, ours, floor, program, settings)
-        except NoSteadyWindow as error:
-            if not num_redo:
-                raise SystemExit(str(error)) from None
-            num_redo -= 1
-            click.echo(f"{error}: measured again", err=True)
-            continue
+    while sum(pair["c_ratio"] is not None for pair in pairs) < settings.num_pairs:
+        if len(pairs) >= most_pairs:
+            raise SystemExit(
+                f"B = {batch}: in too few runs all streams were decoding at once; more --tokens would help"
+            )
+        pair = measure_pair(batch, len(pairs) % 2 == 0, ours, floor, program, settings)
         if pair["noise_cores"] > NOISE_LIMIT_CORES and num_redo:
             num_redo -= 1
             click.echo(
@@ -160,12 +161,19 @@ def measure_batch(
             )
             continue
         pairs.append(pair)
+        costs = (
+            f"c {pair['c_us']:.2f} us, floor {pair['floor_c_us']:.2f} us"
+            if pair["c_ratio"] is not None
+            else "never all decoding at once"
+        )
         click.echo(
-            f"B = {batch}, pair {len(pairs)}: c {pair['c_us']:.2f} us, floor {pair['floor_c_us']:.2f} us, "
+            f"B = {batch}, pair {len(pairs)}: {costs}, "
             f"lag p99 {pair['lag_p99_ms']:.2f} ms, floor {pair['floor_lag_p99_ms']:.2f} ms",
             err=True,
         )
-    medians = {key: median([pair[key] for pair in pairs]) for key in pairs[0]}
+    medians = {
+        key: median([pair[key] for pair in pairs if pair[key] is not None]) for key in pairs[0]
+    }
     return {"batch": batch, "pairs": len(pairs), **medians}
 
 
