@@ -5,6 +5,7 @@ Every test that asks for `instance` proves on the way that nothing of it is left
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -126,3 +127,14 @@ def act() -> Iterator[Callable[..., Actor]]:
     for actor in started:
         with actor:  # closes the pipes and waits
             actor.kill()
+
+
+@pytest.fixture
+def num_fds() -> Callable[[], int]:
+    """Counts the open descriptors of this process, without those that only wait for the garbage collector."""
+
+    def count() -> int:
+        gc.collect()  # else what earlier tests left behind is closed between two counts
+        return len(os.listdir("/proc/self/fd"))
+
+    return count

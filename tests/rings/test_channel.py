@@ -16,10 +16,6 @@ from shmserve.rings.wakeup import Counter
 SUBMIT, TOKENS = RingShape(64, 4), RingShape(8, 16)
 
 
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.fixture
 def channel(instance):
     channel = Channel.create(instance, 5, 1, 2, SUBMIT, TOKENS)
@@ -69,7 +65,7 @@ def test_unlink_spares_a_name_that_was_made_anew(channel, instance):
     again.close()
 
 
-def test_close_gives_back_every_descriptor_and_mapping(instance):
+def test_close_gives_back_every_descriptor_and_mapping(instance, num_fds):
     before = num_fds()
     channel = Channel.create(instance, 1, 0, 0, SUBMIT, TOKENS)
     channel.submit.producer()
@@ -128,7 +124,9 @@ def test_channel_works_between_two_processes_over_descriptors_sent_by_socket(
         assert channel.submit.segment.claim(L.LOCK_PRODUCER)  # the role is free with its process
 
 
-def test_channel_of_another_epoch_is_refused_and_its_descriptors_closed(channel, instance, sent):
+def test_channel_of_another_epoch_is_refused_and_its_descriptors_closed(
+    channel, instance, sent, num_fds
+):
     before = num_fds()
     with pytest.raises(SegmentError, match="is of epoch 5, the channel of epoch 6") as caught:
         Channel.from_fds(instance, 6, 1, 2, sent)
@@ -138,7 +136,9 @@ def test_channel_of_another_epoch_is_refused_and_its_descriptors_closed(channel,
 
 @pytest.mark.parametrize("ring", ["submit", "tokens"])
 @pytest.mark.parametrize("word", [L.W_MAGIC, L.W_VERSION, L.W_SLOT_SIZE, L.W_CAPACITY, L.W_EPOCH])
-def test_damaged_header_is_refused_and_the_descriptors_closed(channel, instance, sent, ring, word):
+def test_damaged_header_is_refused_and_the_descriptors_closed(
+    channel, instance, sent, ring, word, num_fds
+):
     getattr(channel, ring).segment.words()[word] = 3
     before = num_fds()
     with pytest.raises(SegmentError, match=rf"\.{ring}"):
@@ -148,7 +148,7 @@ def test_damaged_header_is_refused_and_the_descriptors_closed(channel, instance,
 
 @pytest.mark.parametrize("size", [0, 1, 8, 4095, 4096, 5000, 8192])
 def test_file_that_is_no_ring_is_refused_and_the_descriptors_closed(
-    channel, instance, sent, tmp_path, size
+    channel, instance, sent, tmp_path, size, num_fds
 ):
     path = tmp_path / "garbage"
     path.write_bytes(b"SHM" * size)
@@ -162,7 +162,7 @@ def test_file_that_is_no_ring_is_refused_and_the_descriptors_closed(
 
 
 @pytest.mark.parametrize("taken", ["submit", "tokens"])
-def test_channel_is_made_whole_or_not_at_all_when_a_name_is_taken(instance, taken):
+def test_channel_is_made_whole_or_not_at_all_when_a_name_is_taken(instance, taken, num_fds):
     stem = f"/shmserve.{instance}.1.0-0"
     blocker = Ring.create(f"{stem}.{taken}", TOKENS, 1)
     before = num_fds()
@@ -176,7 +176,7 @@ def test_channel_is_made_whole_or_not_at_all_when_a_name_is_taken(instance, take
 
 @pytest.mark.parametrize("num_counters", range(4))
 def test_channel_is_made_whole_or_not_at_all_when_descriptors_run_out(
-    instance, monkeypatch, num_counters
+    instance, monkeypatch, num_counters, num_fds
 ):
     left = [None] * num_counters
     eventfd = os.eventfd

@@ -86,13 +86,13 @@ def test_role_is_given_once_in_one_process(made):
     assert segment.claim(L.LOCK_CONSUMER)
 
 
-def test_refused_claim_leaves_no_descriptor_and_no_hole_in_the_lock(made):
+def test_refused_claim_leaves_no_descriptor_and_no_hole_in_the_lock(made, num_fds):
     segment = made()
     assert segment.claim(L.LOCK_PRODUCER)
-    num_before = len(os.listdir("/proc/self/fd"))
+    num_before = num_fds()
     for _ in range(3):
         assert not segment.claim(L.LOCK_PRODUCER)
-    assert len(os.listdir("/proc/self/fd")) == num_before
+    assert num_fds() == num_before
     assert is_locked(segment.fd, L.LOCK_PRODUCER)
 
 
@@ -275,18 +275,18 @@ def test_store_through_a_readonly_attach_is_a_segmentation_fault(made, act):
     assert segment.words()[L.W_MAGIC] == L.MAGIC
 
 
-def test_unfinished_and_foreign_files_cannot_be_attached(instance):
+def test_unfinished_and_foreign_files_cannot_be_attached(instance, num_fds):
     name = f"/shmserve.{instance}.1.0-0.tokens"
     fd = os.open(path_of(name), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        num_before = len(os.listdir("/proc/self/fd"))
+        num_before = num_fds()
         for size, complaint in ((0, "unfinished"), (8, "8 bytes"), (4097, "4097 bytes")):
             os.ftruncate(fd, size)
             with pytest.raises(SegmentError, match=complaint):
                 Segment.attach_readonly(name)
             with pytest.raises(SegmentError, match=complaint):
                 Segment.from_fd(name, os.dup(fd))
-        assert len(os.listdir("/proc/self/fd")) == num_before
+        assert num_fds() == num_before
     finally:
         os.close(fd)
         os.unlink(path_of(name))
@@ -316,17 +316,17 @@ def test_more_than_all_of_shm_is_refused_with_numbers_and_leaves_nothing(instanc
     assert names(f"shmserve.{instance}") == []
 
 
-def test_shm_that_fills_up_during_creation_leaves_nothing(instance, monkeypatch):
+def test_shm_that_fills_up_during_creation_leaves_nothing(instance, monkeypatch, num_fds):
     def full(fd, offset, length):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    num_before = len(os.listdir("/proc/self/fd"))
+    num_before = num_fds()
     with pytest.raises(SegmentError, match=r"8192 bytes needed, \d+ free") as caught:
         Segment.create(f"/shmserve.{instance}.1.0-0.tokens", 8192)
     assert caught.value.errno == errno.ENOSPC
     assert names(f"shmserve.{instance}") == []
-    assert len(os.listdir("/proc/self/fd")) == num_before
+    assert num_fds() == num_before
 
 
 def test_other_failures_of_creation_leave_nothing_and_keep_their_reason(instance, monkeypatch):
