@@ -24,6 +24,7 @@ from shmserve.config import RingConfig
 from shmserve.http.direct import DirectTable
 from shmserve.http.errors import ApiError, worker_died
 from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.logprobs import LogprobLog
 from shmserve.http.pump import Pump
 from shmserve.request import SamplingParams
 from shmserve.rings.board import Board
@@ -270,6 +271,8 @@ class WorkerClient:
         req_id = (next(self._generations) & 0xFF_FFFF_FFFF) << 24 | self._http_index << 16 | slot
         entry = InFlight(req_id, index, link, signal, arrival_ns, self.table)
         entry.submitted_ns = time.monotonic_ns()
+        if params.num_logprobs >= 0:
+            entry.logprobs = LogprobLog()
         self.in_flight[req_id] = link.in_flight[req_id] = entry
         try:
             record, num_slots = pack_submit(

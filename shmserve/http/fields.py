@@ -20,6 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_STOPS: Final = 32
 MOST_STOP_BYTES: Final = 1_024
+MOST_LOGPROBS: Final = 20
 GREEDY_BELOW: Final = 1e-5
 _MASK: Final = (1 << 64) - 1
 
@@ -113,6 +114,13 @@ def logit_bias(value: Mapping[str, float] | None, vocab_size: int) -> tuple[tupl
     return tuple(pairs)
 
 
+def num_logprobs(name: str, value: int | bool | None) -> int:
+    """How many of the most likely tokens are wanted beside the chosen one; -1 for no logprobs at all."""
+    if value is None or value is False:
+        return -1
+    return int(in_range(name, int(value), 0, MOST_LOGPROBS, -1))
+
+
 def seeds(seed: int | None, n: int) -> list[int]:
     """A stream for each of `n` choices: the first is the seed itself; without a seed they are random."""
     first = secrets.randbits(64) if seed is None else seed & _MASK
@@ -141,6 +149,8 @@ def sampling_params(
     skip_special_tokens: bool | None,
     bias: tuple[tuple[int, float], ...],
     seed: int,
+    num_logprobs: int = -1,
+    priority: int = 0,
     vocab_size: int,
     min_tokens_name: str = "min_tokens",
 ) -> SamplingParams:
@@ -167,6 +177,8 @@ def sampling_params(
         skip_special_tokens=skip_special_tokens is None or skip_special_tokens,
         logit_bias=bias,
         seed=seed,
+        num_logprobs=num_logprobs,
+        priority=priority,
     )
 
 

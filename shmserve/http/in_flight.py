@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shmserve.http.direct import Direct, DirectTable
 from shmserve.http.errors import ApiError
+from shmserve.http.logprobs import LogprobLog
 from shmserve.wire import FinishRecord
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class InFlight:
         "is_aborted",
         "is_submitted",
         "link",
+        "logprobs",
         "on_tokens",
         "req_id",
         "signal",
@@ -100,6 +102,7 @@ class InFlight:
         self.finish: FinishRecord | None = None
         self.error: ApiError | None = None
         self.token_ids: list[int] = []
+        self.logprobs: LogprobLog | None = None  # only where they were asked for
         self.was_stop_token = False  # the last token ended the request and has no text
         self.has_tokens = False  # the first one has come
         self.on_tokens: Callable[[InFlight], None] | None = None  # slow path of a running stream

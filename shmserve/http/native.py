@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +18,7 @@ from shmserve.http import fields
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
 from shmserve.http.in_flight import InFlight
+from shmserve.http.logprobs import TokenLogprob, TokenTexts, native_logprobs
 from shmserve.http.openai.endpoints import MOST_CHOICES, prompts_of, response_headers
 from shmserve.http.openai.formats import event
 from shmserve.http.stream import DONE, Choice, SseStream
@@ -65,11 +67,13 @@ class GenerateRequest(msgspec.Struct):
     incremental: bool | None = None
     rid: str | list[str] | None = None
     model: str | None = None
-    # Named, and not yet honoured.
-    input_embeds: Any = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    priority: int | None = None
+    # Named, and not yet honoured.
+    input_embeds: Any = None
     token_ids_logprob: list[int] | None = None
     return_hidden_states: bool | None = None
     image_data: Any = None
@@ -78,15 +82,12 @@ class GenerateRequest(msgspec.Struct):
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: str | None = None
-    priority: int | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
 
 
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "input_embeds": (None,),
-    "return_logprob": (None, False),
-    "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "return_hidden_states": (None, False),
     "image_data": (None,),
@@ -95,7 +96,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "lora_path": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
-    "priority": (None, 0),
     "extra_key": (None, ""),
     "cache_salt": (None, ""),
 }
@@ -132,6 +132,11 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         parsed.input_ids is not None and isinstance(parsed.input_ids[0], list)
     )
     samplings = _samplings(parsed.sampling_params, len(prompts))
+    num_logprobs = -1
+    if parsed.return_logprob:
+        num_logprobs = max(0, fields.num_logprobs("top_logprobs_num", parsed.top_logprobs_num))
+    # SGLang's sign: higher runs earlier.
+    priority = -fields.in_range("priority", parsed.priority, -(2**31) + 1, 2**31 - 1, 0)
     front.admission.admit(sum(sampling.n or 1 for sampling in samplings))
     wanted: list[Wanted] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
@@ -141,12 +146,24 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         n = fields.in_range("sampling_params.n", sampling.n, 1, MOST_CHOICES, 1)
         is_batch = is_batch or n > 1
         seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
-        wanted += choices_of(prompt, _params(front, sampling, room), fields.seeds(seed, n))
+        params = replace(
+            _params(front, sampling, room), num_logprobs=num_logprobs, priority=priority
+        )
+        wanted += choices_of(prompt, params, fields.seeds(seed, n))
     rid = parsed.rid if isinstance(parsed.rid, str) else None
     headers = response_headers(request, rid, ignored)
     async with Generation(front, request, wanted, headers.get("X-Request-Id", "")) as generation:
         answers = [
-            _Answer(entry, want.params, index if is_batch else None, rid, bool(parsed.incremental))
+            _Answer(
+                entry,
+                want.params,
+                index if is_batch else None,
+                rid,
+                bool(parsed.incremental),
+                TokenTexts(front.tokenizer.pieces_with_special, front.tokenizer.pieces_with_special)
+                if parsed.return_text_in_logprobs
+                else None,
+            )
             for index, (entry, want) in enumerate(zip(generation.entries, wanted, strict=True))
         ]
         if parsed.stream:
@@ -236,6 +253,7 @@ class _Answer:
         index: int | None,
         rid: str | None,
         incremental: bool,
+        texts: TokenTexts | None,
     ) -> None:
         self._entry = entry
         self._params = params
@@ -244,6 +262,8 @@ class _Answer:
         self._is_incremental = incremental
         self._text = ""
         self._ids: list[int] = []
+        self._texts = texts
+        self._logprobs: list[TokenLogprob] = []
 
     def opening(self) -> bytes:
         return b""
@@ -257,12 +277,17 @@ class _Answer:
     def _frame(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> bytes:
         self._ids += token_ids
         self._text += text
+        if self._entry.logprobs is not None:
+            taken = self._entry.logprobs.take(len(token_ids))
+            self._logprobs = taken if self._is_incremental else self._logprobs + taken
         if self._is_incremental:
             return event(self._object(text, list(token_ids), is_last=is_last))
         return event(self._object(self._text, self._ids, is_last=is_last))
 
     def whole(self, text: str, token_ids: list[int]) -> dict[str, Any]:
         self._ids = token_ids
+        if self._entry.logprobs is not None:
+            self._logprobs = self._entry.logprobs.take(len(token_ids))
         return self._object(text, token_ids, is_last=True)
 
     def _object(self, text: str, token_ids: list[int], *, is_last: bool) -> dict[str, Any]:
@@ -283,6 +308,13 @@ class _Answer:
             "cached_tokens": record.cached_tokens if record is not None else 0,
             "reasoning_tokens": 0,
         }
+        if entry.logprobs is not None:
+            chosen, top = native_logprobs(self._logprobs, self._texts)
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = chosen
+            if self._params.num_logprobs > 0:
+                meta["input_top_logprobs"] = []
+                meta["output_top_logprobs"] = top
         if is_last and entry.finish is not None:
             finish = entry.finish
             now_ns = time.monotonic_ns()

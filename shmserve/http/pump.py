@@ -221,6 +221,8 @@ class Pump:
             entry.has_tokens = True
             entry.token_ids += _TOKEN_IDS.unpack_from(slot, 32)[:count]
             entry.was_stop_token = bool(slot[23] & FLAG_LAST_IS_STOP)
+            if entry.logprobs is not None:
+                entry.logprobs.add_tokens(slot)
             if entry.on_tokens is not None:
                 entry.on_tokens(entry)
             elif is_first:
@@ -228,6 +230,8 @@ class Pump:
             return count
         if kind == TokenKind.STARTED:
             entry.started = unpack_finish(slot)  # wakes nobody: see SseStream._first_word
+        elif kind == TokenKind.TOP_LOGPROBS and entry.logprobs is not None:
+            entry.logprobs.add_top(slot)
         elif kind == TokenKind.MESSAGE:
             self._messages[entry.req_id] = self._messages.get(entry.req_id, "") + unpack_message(
                 slot

@@ -47,6 +47,13 @@ class Tokenizer:
     def pieces_for(self, skip_special_tokens: bool) -> Pieces:
         return self.pieces if skip_special_tokens else self.pieces_with_special
 
+    def decode(self, token_ids: npt.NDArray[np.int32]) -> str:
+        """The text of a prompt that came as ids, special tokens included."""
+        raw = self.pieces_with_special.raw
+        return b"".join([raw(token_id) for token_id in token_ids.tolist()]).decode(
+            "utf-8", "replace"
+        )
+
     async def encode(self, text: str, *, add_bos: bool) -> npt.NDArray[np.int32]:
         """Token ids of `text`, with BOS in front if the model wants one and `add_bos` says that nobody wrote it yet."""
         if len(text) <= INLINE_CHARS:

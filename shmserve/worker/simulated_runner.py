@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.token_bytes import TokenBytes
-from shmserve.worker.batch import Batch, StepOutput
+from shmserve.worker.batch import F4, I4, Batch, StepOutput
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
 
@@ -113,9 +113,26 @@ class SimulatedRunner:
         counts = None
         if self._script:
             token_ids, counts = self._follow_script(rows, token_ids, sampling)
+        logprobs, top = self._logprobs(token_ids, sampling.num_logprobs[rows])
         due = (time.monotonic_ns() // self._step_ns + 1) * self._step_ns
         self._wait_until(due)
-        return StepOutput(token_ids=token_ids, counts=counts, time_ns=time.monotonic_ns())
+        return StepOutput(token_ids, time.monotonic_ns(), counts, logprobs, top)
+
+    def _logprobs(
+        self, token_ids: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.float32] | None, dict[int, tuple[I4, F4]] | None]:
+        """For those who ask: halves of what is left, for the token and for the ids behind it. They cost what real ones cost."""
+        most = int(wanted.max(initial=-1))
+        if most < 0:
+            return None, None
+        ranks = np.arange(max(1, most), dtype=np.int32)
+        ids = (token_ids[:, :, None] + ranks) % self.info.vocab_size
+        values = np.broadcast_to(-np.log(np.float32(2)) * (ranks + 1), ids.shape).astype(np.float32)
+        top = {
+            int(i): (ids[i, :, : wanted[i]], values[i, :, : wanted[i]])
+            for i in np.flatnonzero(wanted > 0)
+        }
+        return values[:, :, 0], top
 
     def _follow_script(
         self, rows: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], sampling: SamplingState

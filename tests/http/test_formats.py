@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from shmserve.http.detokenizer import escape
 from shmserve.http.errors import ApiError
+from shmserve.http.openai.choice import OpenAIChoice
 from shmserve.http.openai.formats import (
     Envelope,
-    OpenAIChoice,
     OpenAIStream,
     event,
     finish_word,

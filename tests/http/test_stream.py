@@ -108,7 +108,7 @@ def test_an_abort_by_somebody_else_is_an_error_of_a_plain_request(default_model)
 
 def test_a_fault_of_ours_after_the_200_is_an_error_event_too(default_model, monkeypatch):
     async def scenario(puppet):
-        from shmserve.http.openai.formats import OpenAIChoice
+        from shmserve.http.openai.choice import OpenAIChoice
 
         def fails(*_):
             raise RuntimeError("on purpose")

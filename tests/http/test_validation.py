@@ -366,15 +366,11 @@ def test_of_a_key_that_stands_twice_the_last_one_is_checked_and_used_D10(asker):
 
 UNSUPPORTED = {
     "/v1/completions": {
-        "echo": True,
-        "logprobs": 1,
         "suffix": "x",
         "best_of": 2,
         "prompt_logprobs": 1,
     },
     "/v1/chat/completions": {
-        "logprobs": True,
-        "top_logprobs": 2,
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "auto",
         "response_format": {"type": "json_object"},
@@ -386,7 +382,6 @@ COMMON = {
     "frequency_penalty": 0.5,
     "presence_penalty": -0.5,
     "repetition_penalty": 1.1,
-    "priority": 1,
     "cache_salt": "x",
     "guided_json": {},
     "regex": "a",
@@ -405,11 +400,8 @@ def test_a_field_that_is_not_honoured_yet_is_refused_by_name(asker, path):
 
 def test_a_field_of_generate_that_is_not_honoured_yet_is_refused_by_name(asker):
     for name, value in {
-        "return_logprob": True,
-        "top_logprobs_num": 1,
         "lora_path": "x",
         "image_data": "x",
-        "priority": 2,
     }.items():
         error = refused(asker, "/generate", BODIES["/generate"] | {name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")
@@ -474,3 +466,22 @@ def test_a_refusal_carries_the_request_id_too(asker):
     answer = asker.request("POST", "/v1/completions", {"prompt": ""}, {"X-Request-Id": "abc-2"})
     assert answer.status == 400
     assert answer.headers["x-request-id"] == "abc-2"
+
+
+def test_logprobs_beyond_the_limit_are_refused_with_both_numbers(asker):
+    for path, name, more in (
+        ("/v1/completions", "logprobs", {}),
+        ("/v1/chat/completions", "top_logprobs", {"logprobs": True}),
+        ("/generate", "top_logprobs_num", {"return_logprob": True}),
+    ):
+        for value in (21, -1):
+            error = refused(asker, path, BODIES[path] | more | {name: value})
+            assert error["param"] == name
+            assert "20" in error["message"] and str(value) in error["message"]
+
+
+def test_top_logprobs_without_logprobs_is_refused_in_vllms_words(asker):
+    error = refused(
+        asker, "/v1/chat/completions", BODIES["/v1/chat/completions"] | {"top_logprobs": 2}
+    )
+    assert error["message"] == "when using `top_logprobs`, `logprobs` must be set to true."

@@ -17,15 +17,9 @@ from aiohttp import web
 from shmserve.http import fields
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
-from shmserve.http.openai.formats import (
-    Envelope,
-    Kind,
-    OpenAIChoice,
-    OpenAIStream,
-    finish_word,
-    stop_details,
-    usage,
-)
+from shmserve.http.logprobs import TokenTexts
+from shmserve.http.openai.choice import Extras, OpenAIChoice
+from shmserve.http.openai.formats import Envelope, Kind, OpenAIStream, usage
 from shmserve.http.openai.schemas import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -55,9 +49,12 @@ async def chat_completions(
     room = front.room_for(len(ids), "messages")
     name = "max_completion_tokens" if parsed.max_completion_tokens is not None else "max_tokens"
     asked = getattr(parsed, name)
-    params = _params(front, parsed, _max_tokens(name, asked, room, room))
+    params = _params(
+        front, parsed, _max_tokens(name, asked, room, room), _num_chat_logprobs(parsed)
+    )
     wanted = choices_of(ids, params, fields.seeds(parsed.seed, n))
-    return await _answer(front, request, parsed, "chat", wanted, n, ignored)
+    extras = [_extras(front, parsed, want) for want in wanted]
+    return await _answer(front, request, parsed, "chat", wanted, extras, n, ignored)
 
 
 async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
@@ -67,16 +64,22 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
     prompts = prompts_of("prompt", parsed.prompt, front.tokenizer.vocab_size)
     front.admission.admit(n * len(prompts))
     add_bos = parsed.add_special_tokens is None or parsed.add_special_tokens
+    num_logprobs = fields.num_logprobs("logprobs", parsed.logprobs)
     wanted: list[Wanted] = []
+    extras: list[Extras] = []
     for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else ""
         if isinstance(prompt, str):
             prompt = await front.tokenizer.encode(prompt, add_bos=add_bos)
         room = front.room_for(len(prompt), "prompt")
         limit = _max_tokens("max_tokens", parsed.max_tokens, room, COMPLETION_MAX_TOKENS)
-        params = _params(front, parsed, limit)
+        params = _params(front, parsed, limit, num_logprobs)
         # The same streams for every prompt: a prompt alone gives what it gives in a list.
-        wanted += choices_of(prompt, params, fields.seeds(parsed.seed, n))
-    return await _answer(front, request, parsed, "completion", wanted, n, ignored)
+        choices = choices_of(prompt, params, fields.seeds(parsed.seed, n))
+        echo = (text or front.tokenizer.decode(prompt)) if parsed.echo else ""
+        extras += [_extras(front, parsed, want, echo) for want in choices]
+        wanted += choices
+    return await _answer(front, request, parsed, "completion", wanted, extras, n, ignored)
 
 
 def prompts_of(
@@ -115,7 +118,38 @@ def _max_tokens(name: str, asked: int | None, room: int, default: int) -> int:
     return min(value, room)
 
 
-def _params(front: FrontEnd, parsed: Sampling, max_tokens: int) -> SamplingParams:
+def _num_chat_logprobs(parsed: ChatRequest) -> int:
+    """-1 for none, else how many of the most likely tokens are wanted beside the chosen one."""
+    top = fields.num_logprobs("top_logprobs", parsed.top_logprobs)
+    if parsed.logprobs:
+        return max(0, top)
+    if top > 0:
+        raise bad_field(
+            "top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true."
+        )
+    return -1
+
+
+def _extras(front: FrontEnd, parsed: Sampling, want: Wanted, echo: str = "") -> Extras:
+    """What this request wants of a choice beside its text."""
+    tokenizer = front.tokenizer
+    pieces = tokenizer.pieces_for(want.params.skip_special_tokens)
+    has_logprobs = want.params.num_logprobs >= 0
+    options = parsed.stream_options
+    return Extras(
+        texts=TokenTexts(pieces, tokenizer.pieces_with_special) if has_logprobs else None,
+        num_top=max(0, want.params.num_logprobs),
+        with_token_ids=bool(parsed.return_token_ids),
+        with_usage=bool(options and options.continuous_usage_stats),
+        prompt_ids=tuple(want.prompt_ids.tolist()) if parsed.return_token_ids else (),
+        num_prompt_tokens=len(want.prompt_ids),
+        echo=echo,
+    )
+
+
+def _params(
+    front: FrontEnd, parsed: Sampling, max_tokens: int, num_logprobs: int
+) -> SamplingParams:
     vocab_size = front.tokenizer.vocab_size
     return fields.sampling_params(
         max_tokens=max_tokens,
@@ -131,6 +165,9 @@ def _params(front: FrontEnd, parsed: Sampling, max_tokens: int) -> SamplingParam
         skip_special_tokens=parsed.skip_special_tokens,
         bias=fields.logit_bias(parsed.logit_bias, vocab_size),
         seed=0,
+        num_logprobs=num_logprobs,
+        # vLLM's sign: lower runs earlier.
+        priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
         vocab_size=vocab_size,
     )
 
@@ -202,6 +239,7 @@ async def _answer(
     parsed: Sampling,
     kind: Kind,
     wanted: list[Wanted],
+    extras: list[Extras],
     n: int,
     ignored: list[str],
 ) -> web.StreamResponse:
@@ -212,27 +250,28 @@ async def _answer(
             param="stream_options",
             code="invalid_value",
         )
-    if parsed.stream_options is not None and parsed.stream_options.continuous_usage_stats:
-        raise ApiError(
-            400,
-            "stream_options.continuous_usage_stats is not supported by this server",
-            param="stream_options.continuous_usage_stats",
-            code="unsupported_parameter",
-        )
     headers = response_headers(request, parsed.request_id or parsed.rid, ignored)
     external_id = headers.get("X-Request-Id", "")
     eos_ids = front.model.eos_token_ids
     async with Generation(front, request, wanted, external_id) as generation:
         envelope = Envelope.of(kind, front.served_name, generation.entries[0])
+        formats = [
+            OpenAIChoice(envelope, i, want.params, eos_ids, more).attach(entry)
+            for i, (entry, want, more) in enumerate(
+                zip(generation.entries, wanted, extras, strict=True)
+            )
+        ]
         if parsed.stream:
             choices = [
                 Choice(
                     entry,
                     generation.text_stream(i),
                     front.tokenizer.pieces_for(want.params.skip_special_tokens),
-                    OpenAIChoice(envelope, i, want.params, eos_ids),
+                    fmt,
                 )
-                for i, (entry, want) in enumerate(zip(generation.entries, wanted, strict=True))
+                for i, (entry, want, fmt) in enumerate(
+                    zip(generation.entries, wanted, formats, strict=True)
+                )
             ]
             include_usage = bool(parsed.stream_options and parsed.stream_options.include_usage)
             stream = SseStream(
@@ -247,16 +286,10 @@ async def _answer(
             )
             return await stream.run()
         await generation.finish()
-        objects = []
-        for i, entry in enumerate(generation.entries):
-            text = generation.text_of(i)
-            choice: dict[str, Any] = {"index": i}
-            if kind == "chat":
-                choice["message"] = {"role": "assistant", "content": text}
-            else:
-                choice["text"] = text
-            choice |= {"logprobs": None, "finish_reason": finish_word(entry)}
-            objects.append(choice | stop_details(entry, wanted[i].params, eos_ids))
+        objects = [
+            fmt.whole(generation.text_of(i), entry.token_ids, entry)
+            for i, (entry, fmt) in enumerate(zip(generation.entries, formats, strict=True))
+        ]
         whole = envelope.whole(objects, usage(generation.entries, n))
     return web.Response(
         body=msgspec.json.encode(whole), content_type="application/json", headers=headers

@@ -102,50 +102,6 @@ class Envelope:
         }  # fmt: skip
 
 
-class OpenAIChoice:
-    """ChoiceFormat of one streamed choice: role event (chat), deltas, finish event."""
-
-    def __init__(
-        self, envelope: Envelope, index: int, params: SamplingParams, eos_ids: Sequence[int]
-    ) -> None:
-        self._envelope = envelope
-        self._index = index
-        self._params = params
-        self._eos_ids = eos_ids
-        hole = "\x1a"  # escaped to six bytes
-        whole = event(self._chunk(hole))
-        before, _, after = whole.rpartition(b"\\u001a")  # nothing behind the text is a client's
-        self.around_text: tuple[bytes, bytes] | None = (before, after)
-
-    def _chunk(self, text: str, **more: Any) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": self._index}
-        if self._envelope.kind == "chat":
-            choice["delta"] = {"content": text}
-        else:
-            choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": None} | more
-        return self._envelope.chunk([choice])
-
-    def opening(self) -> bytes:
-        if self._envelope.kind != "chat":
-            return b""
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return event(self._envelope.chunk([choice]))
-
-    def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
-        return event(self._chunk(text)) if text else b""
-
-    def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
-        end = {"finish_reason": finish_word(entry)} | stop_details(
-            entry, self._params, self._eos_ids
-        )
-        if self._envelope.kind != "chat":
-            return event(self._chunk(text, **end))
-        choice = {"index": self._index, "delta": {}, "logprobs": None} | end
-        return self.delta(text, token_ids) + event(self._envelope.chunk([choice]))
-
-
 class OpenAIStream:
     """ResponseFormat: the usage event if it was asked for, then [DONE]."""
 

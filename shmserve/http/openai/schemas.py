@@ -109,8 +109,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "presence_penalty": (None, 0.0),
     "repetition_penalty": (None, 1.0),
     "response_format": (None, {"type": "text"}),
-    "return_token_ids": (None, False),
-    "priority": (None, 0),
     "cache_salt": (None, ""),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
@@ -133,8 +131,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED,
     "chat_template": (None,),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "tools": (None, []),
     "tool_choice": (None, "none"),
     "functions": (None, []),
@@ -146,7 +142,5 @@ UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = {
 
 UNSUPPORTED_COMPLETION: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED,
-    "echo": (None, False),
     "suffix": (None, ""),
-    "logprobs": (None, False),
 }

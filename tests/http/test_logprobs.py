@@ -1,0 +1,175 @@
+"""Logprobs, token ids and running usage: the same sums streamed or not, whatever the text does.
+
+The simulated runner says ln(1/2) for the token and the halves behind it for the next ids: what counts here is that each
+token keeps its own, in every shape.
+"""
+
+import math
+
+import pytest
+
+HALF = pytest.approx(math.log(0.5), abs=1e-6)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def chat(asker, **fields):
+    answer = asker.post("/v1/chat/completions", CHAT | fields)
+    assert answer.status == 200, answer.body
+    return answer.json()
+
+
+def streamed_entries(objects):
+    """All entries of a chat stream; an event has them or null, never an empty list."""
+    entries = []
+    for chunk in objects:
+        for choice in chunk["choices"]:
+            if choice["logprobs"] is not None:
+                assert choice["logprobs"]["content"]
+                entries += choice["logprobs"]["content"]
+    return entries
+
+
+def test_bytes_of_a_part_of_a_character_are_the_tokens_own_G1(asker, force):
+    answer = chat(asker, logprobs=True, top_logprobs=2, max_tokens=2, **force(10813))
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[240, 159]] * 2
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
+    assert content[0]["top_logprobs"][0]["bytes"] == [240, 159]
+
+
+def test_bytes_of_all_tokens_add_up_to_the_text_G1(asker, seed_of):
+    answer = chat(asker, logprobs=True, seed=seed_of("emoji"), max_tokens=9)
+    choice = answer["choices"][0]
+    joined = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+    assert joined.decode() == choice["message"]["content"] == "Hello😀!"
+    assert len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"] == 6  # EOS
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": "emoji", "max_tokens": 9},
+        {"seed": "dabelske", "max_tokens": 5},
+        {"seed": "one_two_three_four_at_once", "max_tokens": 9},
+        {"seed": "twenty_at_once", "max_tokens": 18},
+        {"seed": "dog_then_eos", "max_tokens": 9, "stop": ["gX"]},
+        {"seed": "one_two_three_four", "max_tokens": 9, "stop": ["wo th"]},
+        {"seed": "one_two_three_four_at_once", "max_tokens": 9, "stop": ["three"]},
+    ],
+    ids=str,
+)
+def test_a_stream_has_as_many_entries_as_the_plain_answer_and_the_usage_G2(asker, seed_of, fields):
+    fields = fields | {"seed": seed_of(fields["seed"]), "logprobs": True, "top_logprobs": 3}
+    plain = chat(asker, **fields)
+    *objects, last = asker.stream(
+        "/v1/chat/completions", stream_options={"include_usage": True}, **(CHAT | fields)
+    ).objects()
+    entries = streamed_entries(objects)
+    assert entries == plain["choices"][0]["logprobs"]["content"]
+    assert len(entries) == plain["usage"]["completion_tokens"] == last["usage"]["completion_tokens"]
+    assert all(entry["logprob"] == HALF for entry in entries)
+
+
+def test_completions_logprobs_are_the_same_streamed_and_offsets_count_characters_G2_G3(
+    asker, seed_of
+):
+    fields = {"seed": seed_of("emoji"), "max_tokens": 5, "logprobs": 2}
+    plain = asker.complete(**fields)["choices"][0]["logprobs"]
+    assert plain["text_offset"] == [0, 5, 5, 5, 6]
+    assert plain["token_logprobs"] == [HALF] * 5
+    assert [len(top) for top in plain["top_logprobs"]] == [2] * 5
+    assert plain["tokens"] == ["Hello", "bytes:\\xf0\\x9f", "bytes:\\x98", "bytes:\\x80", "!"]
+    whole = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for chunk in asker.stream(**fields).objects():
+        part = chunk["choices"][0]["logprobs"]
+        for key in whole if part is not None else ():
+            whole[key] += part[key]
+    assert whole == plain
+
+
+def test_zero_logprobs_means_the_chosen_tokens_only(asker, seed_of):
+    plain = asker.complete(seed=seed_of("hello_world_world"), max_tokens=3, logprobs=0)
+    logprobs = plain["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [HALF] * 3
+    assert logprobs["top_logprobs"] is None
+
+
+def test_every_choice_has_its_own_entries(asker):
+    answer = chat(asker, logprobs=True, n=3, max_tokens=4, seed=5, ignore_eos=True)
+    for choice in answer["choices"]:
+        content = choice["logprobs"]["content"]
+        assert len(content) == 4
+        joined = b"".join(bytes(entry["bytes"]) for entry in content)
+        assert joined.decode() == choice["message"]["content"]
+
+
+def test_generate_gives_sglangs_triples_streamed_and_plain(asker, seed_of):
+    body = {
+        "text": "Hi",
+        "sampling_params": {"max_new_tokens": 5, "sampling_seed": seed_of("emoji")},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "return_text_in_logprobs": True,
+    }
+    meta = asker.post("/generate", body).json()["meta_info"]
+    triples = meta["output_token_logprobs"]
+    assert [triple[1] for triple in triples] == [19556, 10813, 242, 218, 17]
+    assert [triple[0] for triple in triples] == [HALF] * 5
+    assert triples[0][2] == "Hello"
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 5
+    assert meta["input_token_logprobs"] == []
+    *_, last = asker.stream("/generate", **body).objects()
+    assert last["meta_info"]["output_token_logprobs"] == triples
+    pieces = asker.stream("/generate", incremental=True, **body).objects()
+    joined = [t for piece in pieces for t in piece["meta_info"]["output_token_logprobs"]]
+    assert joined == triples
+
+
+def test_without_the_wish_there_is_nothing(asker):
+    assert chat(asker, max_tokens=2)["choices"][0]["logprobs"] is None
+    body = {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}
+    assert "output_token_logprobs" not in asker.post("/generate", body).json()["meta_info"]
+
+
+def test_token_ids_come_on_request_in_every_way(asker, seed_of):
+    fields = {"seed": seed_of("dog_then_eos"), "max_tokens": 5, "return_token_ids": True}
+    plain = asker.complete(prompt="Hello world", **fields)["choices"][0]
+    assert (plain["prompt_token_ids"], plain["token_ids"]) == ([19556, 905], [2767, 2])
+    objects = asker.stream(prompt="Hello world", **fields).objects()
+    first = objects[0]["choices"][0]
+    assert first["prompt_token_ids"] == [19556, 905]
+    ids = [i for chunk in objects for i in chunk["choices"][0].get("token_ids", [])]
+    assert ids == [2767, 2]
+    plain = chat(asker, **fields)["choices"][0]
+    assert plain["token_ids"] == [2767, 2] and len(plain["prompt_token_ids"]) == 31
+
+
+def test_running_usage_counts_up_to_the_whole(asker, seed_of):
+    objects = asker.stream(
+        prompt="Hello world",
+        seed=seed_of("one_two_three_four_at_once"),
+        max_tokens=3,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    ).objects()
+    counts = [chunk["usage"]["completion_tokens"] for chunk in objects]
+    assert counts == sorted(counts) and counts[-1] == 3
+    assert all(chunk["usage"]["prompt_tokens"] == 2 for chunk in objects)
+    assert all(
+        chunk["usage"]["total_tokens"] == 2 + chunk["usage"]["completion_tokens"]
+        for chunk in objects
+    )
+
+
+@pytest.mark.parametrize("prompt", ["Hello world", [19556, 905]])
+def test_echo_gives_the_prompt_first_streamed_and_plain(asker, seed_of, prompt):
+    fields = {"prompt": prompt, "seed": seed_of("dog_then_eos"), "max_tokens": 5, "echo": True}
+    assert asker.text(**fields) == "Hello world dog"
+    texts = [chunk["choices"][0]["text"] for chunk in asker.stream(**fields).objects()]
+    assert "".join(texts) == "Hello world dog" and texts[0] == "Hello world"
+
+
+def test_line_separators_of_an_echoed_prompt_are_escaped_C5(asker):
+    stream = asker.stream(prompt="a\u2028b\u0085c\r\nd", echo=True, max_tokens=1)
+    assert stream.objects()[0]["choices"][0]["text"] == "a\u2028b\u0085c\r\nd"
+    assert b"\xe2\x80\xa8" not in stream.raw and b"\xc2\x85" not in stream.raw
+    assert b"\r" not in stream.raw
