@@ -57,6 +57,9 @@ class WorkerConfig:
     max_num_batched_tokens: int = 512
     block_size: int = 16
     kv_cache_bytes: int = 0
+    kv_cache_fraction: float = 0.0  # of the free memory; 0: by kv_cache_bytes
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
     num_threads: int = 0
     emission_log: str = ""
 
@@ -74,6 +77,7 @@ class HttpConfig:
     tokenizer_threads: int = 2
     headers_after_s: float = 15.0
     keep_alive_s: float = 15.0
+    stream_interval: int = 1
     slow_client: Policy = "coalesce"
     slow_client_bytes: int = 65_536
     slow_client_seconds: float = 60.0
@@ -118,6 +122,7 @@ class Config:
             ("--kv-cache-bytes", self.worker.kv_cache_bytes, 0, 1 << 50),
             ("--max-model-len", self.model.max_model_len, 0, 1 << 30),
             ("--tokenizer-threads", self.http.tokenizer_threads, 1, 64),
+            ("--stream-interval", self.http.stream_interval, 1, 1 << 20),
             ("--threads", self.worker.num_threads, 0, 1_024),
         ):
             if not low <= value <= high:
@@ -140,6 +145,12 @@ class Config:
         ):
             if slots & (slots - 1):
                 raise ConfigError(f"{flag} must be a power of two, got {slots}")
+        if not 0 <= self.worker.kv_cache_fraction <= 0.95:
+            raise ConfigError(
+                f"--kv-cache-fraction must be 0 to 0.95, got {self.worker.kv_cache_fraction}"
+            )
+        if self.worker.kv_cache_fraction and self.worker.kv_cache_bytes:
+            raise ConfigError("--kv-cache-fraction and --kv-cache-bytes exclude each other")
         if self.worker.block_size not in (8, 16, 32, 64, 128):
             raise ConfigError(
                 f"--block-size must be 8, 16, 32, 64 or 128, got {self.worker.block_size}"

@@ -53,4 +53,6 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # -1: none; 0: the chosen token's; k: and the k most likely
+    prompt_logprobs: int = -1  # the same for the prompt's tokens
     priority: int = 0  # lower runs earlier
+    grammar: str = ""  # llguidance's text (`grammar.py`); the completion is a sentence of it

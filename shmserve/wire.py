@@ -9,6 +9,9 @@ Token slot, 128 bytes (worker -> front end)
     20  kind u1     21  count u1 (tokens or pairs)   22  finish u1      23  flags u1      24  step u8
     32  TOKENS:         token_ids i4[8], dt_us u4[8], logprobs f4[8]; dt_us[0] is the publish delay, dt_us[1:] are the later
                         tokens' times after the first
+        PROMPT_LOGPROBS: as TOP_LOGPROBS, before the first TOKENS. With FLAG_RUN: one pair for each of the prompt's tokens from
+                        `index` on. Without: token `index` of the prompt, then the most likely in its place, over as many
+                        slots of this index as it takes
         TOP_LOGPROBS:   token_ids i4[12], logprobs f4[12]: the most likely tokens of position `index`; stands before the TOKENS
                         slot that closes its group
         STARTED/FINISH: prompt_tokens u4, cached_tokens u4, num_retractions u4, keep_bytes u4, matched_token i4,
@@ -21,7 +24,8 @@ Submit slot, 4,096 bytes (front end -> worker)
      0  req_id u8    8  kind u1    9  flags u1   10  num_slots u2   12  length u4 (bytes of sections, over all slots)   16  time_ns u8
     24  SUBMIT: SUBMIT_DTYPE's fields; sections begin at 256: tag u2, zero u2, length u4, then the bytes, padded to 4
         CONTINUATION: bytes 8.. kind; 10 its number u2; sections go on at 16
-        ABORT, PAUSE, RESUME: the request of req_id.  ABORT_BY_ID: 16-byte digest at 24.  FLUSH_CACHE: answered under req_id
+        ABORT, PAUSE, RESUME: the request of req_id.  ABORT_BY_ID: 16-byte digest at 24 (zeros: all);
+        answered by a FINISH under req_id, whose matched_token counts them.  FLUSH_CACHE: answered under req_id
 
 req_id = generation << 24 | front end index << 16 | table slot: a stale record can never reach a new request.
 Every SUBMIT is answered by exactly one FINISH, or by the channel's end.
@@ -91,6 +95,9 @@ class Section(IntEnum):
 
 FLAG_LAST_IS_STOP: Final = 1
 """TOKENS: the last token ended the request (EOS or a stop id): it counts, and has no text."""
+
+FLAG_RUN: Final = 1
+"""PROMPT_LOGPROBS: each pair belongs to a token of its own, in the order of the prompt."""
 
 SUBMIT_IGNORE_EOS: Final = 1
 SUBMIT_INCLUDE_STOP: Final = 2
@@ -236,6 +243,39 @@ def pack_top_logprobs(
     return out.tobytes()
 
 
+def pack_prompt_logprobs(
+    req_id: int,
+    first_index: int,
+    ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    step: int,
+) -> bytes:
+    """PROMPT_LOGPROBS slots of n tokens of a prompt from `first_index` on: [n, 1 + N], the token itself before the N most likely."""
+    num_tokens, width = ids.shape
+    is_run = width == 1
+    if is_run:
+        num_slots, counts = -(-num_tokens // PAIRS_PER_SLOT), np.array([num_tokens])
+    else:
+        each = -(-width // PAIRS_PER_SLOT)
+        num_slots, counts = num_tokens * each, np.full(num_tokens, width)
+    out = np.zeros(num_slots, TOP_DTYPE)
+    out["req_id"], out["kind"], out["step"] = req_id, TokenKind.PROMPT_LOGPROBS, step
+    out["flags"] = FLAG_RUN if is_run else 0
+    slots = np.arange(num_slots)
+    rows = len(counts)
+    if not num_slots:
+        return b""
+    each = num_slots // rows
+    at = slots % each * PAIRS_PER_SLOT
+    out["index"] = first_index + (at if is_run else slots // each)
+    out["count"] = np.minimum(PAIRS_PER_SLOT, counts[slots // each] - at)
+    for name, values in (("token_ids", ids), ("logprobs", logprobs)):
+        padded = np.zeros((rows, each * PAIRS_PER_SLOT), values.dtype)
+        padded[:, : counts[0]] = values.reshape(rows, counts[0])
+        out[name] = padded.reshape(num_slots, PAIRS_PER_SLOT)
+    return out.tobytes()
+
+
 def token_key(slot: memoryview | bytearray | bytes) -> int:
     """The req_id of any token slot."""
     return int.from_bytes(slot[:8], "little")
@@ -292,18 +332,18 @@ SUBMIT_DTYPE: Final = np.dtype(
         "names": [
             "req_id", "kind", "flags", "num_slots", "length", "time_ns", "arrival_ns", "deadline_ns", "seed",
             "priority", "max_tokens", "min_tokens", "temperature", "top_p", "min_p", "top_k",
-            "frequency_penalty", "presence_penalty", "repetition_penalty", "num_logprobs",
+            "frequency_penalty", "presence_penalty", "repetition_penalty", "num_logprobs", "prompt_logprobs",
         ],
         "formats": [
             "<u8", "u1", "u1", "<u2", "<u4", "<u8", "<u8", "<u8", "<u8",
             "<i4", "<u4", "<u4", "<f4", "<f4", "<f4", "<i4",
-            "<f4", "<f4", "<f4", "<i4",
+            "<f4", "<f4", "<f4", "<i4", "<i4",
         ],
-        "offsets": [0, 8, 9, 10, 12, 16, 24, 32, 40, 48, 52, 56, 60, 64, 68, 72, 76, 80, 84, 88],
+        "offsets": [0, 8, 9, 10, 12, 16, 24, 32, 40, 48, 52, 56, 60, 64, 68, 72, 76, 80, 84, 88, 92],
         "itemsize": _SECTIONS_OFFSET,
     }
 )  # fmt: skip
-_SUBMIT = struct.Struct("<QBBHIQQQQiIIfffifffi")
+_SUBMIT = struct.Struct("<QBBHIQQQQiIIfffifffii")
 _SUBMIT_HEAD = struct.Struct("<QBBHIQ")
 
 
@@ -333,6 +373,8 @@ def pack_submit(request: Submit) -> tuple[bytes, int]:
     if p.logit_bias:
         pairs = np.array(list(p.logit_bias), [("id", "<i4"), ("bias", "<f4")])
         parts.append(_section(Section.LOGIT_BIAS, pairs.tobytes()))
+    if p.grammar:
+        parts.append(_section(Section.GRAMMAR, p.grammar.encode()))
     if request.cache_salt:
         parts.append(_section(Section.CACHE_SALT, request.cache_salt))
     if request.digest:
@@ -352,7 +394,7 @@ def pack_submit(request: Submit) -> tuple[bytes, int]:
         request.req_id, SubmitKind.SUBMIT, flags, num_slots, len(body), request.submitted_ns,
         request.arrival_ns, request.deadline_ns, p.seed, p.priority, p.max_tokens, p.min_tokens,
         p.temperature, p.top_p, p.min_p, p.top_k, p.frequency_penalty, p.presence_penalty,
-        p.repetition_penalty, p.num_logprobs,
+        p.repetition_penalty, p.num_logprobs, p.prompt_logprobs,
     )  # fmt: skip
     out = [head.ljust(_SECTIONS_OFFSET, b"\0") + body[:room]]
     for n in range(1, num_slots):
@@ -404,6 +446,7 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     salt = digest = b""
+    grammar = ""
     at = 0
     while at < length:
         if at + 8 > length:
@@ -429,6 +472,11 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
                 raise WireError(f"logit_bias of {size} bytes holds no whole pairs")
             pairs = np.frombuffer(data, [("id", "<i4"), ("bias", "<f4")])
             bias = tuple(zip(pairs["id"].tolist(), pairs["bias"].tolist(), strict=True))
+        elif tag == Section.GRAMMAR:
+            try:
+                grammar = data.decode()
+            except UnicodeDecodeError:
+                raise WireError("the grammar is not UTF-8") from None
         elif tag == Section.CACHE_SALT:
             salt = data
         elif tag == Section.DIGEST:
@@ -438,9 +486,10 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
     params = SamplingParams(
         max_tokens=f[10], min_tokens=f[11], temperature=f[12], top_p=f[13], min_p=f[14], top_k=f[15],
         frequency_penalty=f[16], presence_penalty=f[17], repetition_penalty=f[18], num_logprobs=f[19],
+        prompt_logprobs=f[20],
         seed=f[8], priority=f[9], stop=tuple(stops), stop_token_ids=stop_ids, logit_bias=bias,
         ignore_eos=bool(flags & SUBMIT_IGNORE_EOS), include_stop=bool(flags & SUBMIT_INCLUDE_STOP),
-        skip_special_tokens=bool(flags & SUBMIT_SKIP_SPECIAL),
+        skip_special_tokens=bool(flags & SUBMIT_SKIP_SPECIAL), grammar=grammar,
     )  # fmt: skip
     return Submit(
         req_id=req_id, prompt_ids=prompt, params=params, arrival_ns=f[6], submitted_ns=f[5],

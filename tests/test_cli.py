@@ -66,6 +66,31 @@ def test_flags_reach_their_places(start: Run) -> None:
     assert config.model.served_name == "m"
 
 
+def test_a_switch_has_a_flag_for_each_way_and_is_a_word_in_a_variable_and_a_file(
+    start: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    worker = start("--no-prefix-cache", "--chunked-prefill").worker
+    assert (worker.prefix_cache, worker.chunked_prefill) == (False, True)
+    file = tmp_path / "settings.toml"
+    file.write_text("chunked-prefill = false\n")
+    assert start("--config", str(file)).worker.chunked_prefill is False
+    assert start("--config", str(file), "--chunked-prefill").worker.chunked_prefill is True
+    monkeypatch.setenv("SHMSERVE_PREFIX_CACHE", "false")
+    assert start().worker.prefix_cache is False
+
+
+def test_the_kv_cache_is_sized_by_bytes_or_by_a_fraction_and_not_by_both(
+    start: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--kv-cache-fraction", "0.5").worker.kv_cache_fraction == 0.5
+    for flags in (
+        ("--kv-cache-bytes", "1G", "--kv-cache-fraction", "0.5"),
+        ("--kv-cache-fraction", "1"),
+    ):
+        assert cli.main(["start", *flags]) == 1
+        assert "--kv-cache-fraction" in capsys.readouterr().err
+
+
 def test_variable_is_read_and_a_flag_beats_it(start: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHMSERVE_PORT", "9002")
     monkeypatch.setenv("SHMSERVE_MAX_BODY_BYTES", "1MiB")

@@ -21,6 +21,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("wire", "stop", "token_bytes", "boards", "control"),
     ("gguf", "ggml_blocks", "tokenizer_build", "model_cache", "model_facts", "model_source"),
     ("models", "child"),
+    ("grammar",),
     ("worker", "http"),
     ("loop", "health", "progress", "notify", "sockets", "instance_socket", "children", "posts"),
     ("wiring", "claim", "instance_server", "crew", "supervisor", "loadgen", "top"),

@@ -25,6 +25,7 @@ from shmserve.http.client import WorkerClient
 from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
 from shmserve.http.listener import Listener
+from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
@@ -56,6 +57,7 @@ class HttpProcess:
             served_name=config.model.served_name or model.name,
             tokenizer=tokenizer,
             template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
+            grammars=Grammars(model),
             client=self.client,
             admission=Admission(
                 self.client,
@@ -106,6 +108,7 @@ class HttpProcess:
         await runner.cleanup()
         self._beat_timer.cancel()
         self.front.tokenizer.close()
+        self.front.grammars.close()
         if self._orphaned:
             self._unlink()
         return 0

@@ -16,7 +16,9 @@ import msgspec
 from aiohttp import web
 
 from shmserve import __version__
-from shmserve.http import health, native
+from shmserve.http import health, native, utility
+from shmserve.http.anthropic import endpoints as anthropic
+from shmserve.http.anthropic.formats import error_response
 from shmserve.http.errors import ApiError
 from shmserve.http.front_end import ARRIVAL, FrontEnd
 from shmserve.http.metrics import InstanceCollector, render
@@ -43,7 +45,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
             request.transport.abort()
         return web.Response()
     except Exception as error:
-        response = _as_api_error(request, error).response()
+        api_error = _as_api_error(request, error)
+        is_anthropic = request.path.startswith("/v1/messages")
+        response = error_response(api_error) if is_anthropic else api_error.response()
         response.headers.update(endpoints.response_headers(request, None, []))
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
@@ -106,6 +110,12 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
             body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         )
 
+    async def flush_cache(request: web.Request) -> web.Response:
+        if front.client.serving() is None:
+            raise front.admission.not_serving()
+        await front.client.flush_cache()
+        return web.Response(text="Cache flushed.\n")
+
     async def version(request: web.Request) -> web.Response:
         return _json({"version": __version__})
 
@@ -114,9 +124,44 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
     app.router.add_get("/ready", ready)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/version", version)
+    app.router.add_get("/flush_cache", flush_cache)
+    app.router.add_post("/flush_cache", flush_cache)
+
+    async def model_info(request: web.Request) -> web.Response:
+        return utility.model_info(front)
+
+    async def server_info(request: web.Request) -> web.Response:
+        return utility.server_info(front, boards)
+
+    async def loads(request: web.Request) -> web.Response:
+        return utility.loads(front, boards)
+
+    async def get_load(request: web.Request) -> web.Response:
+        return utility.get_load(front, boards)
+
+    async def load(request: web.Request) -> web.Response:
+        return utility.server_load(front)
+
+    async def health_generate(request: web.Request) -> web.Response:
+        return await utility.health_generate(front, request)
+
+    app.router.add_get("/model_info", model_info)
+    app.router.add_get("/get_model_info", model_info)
+    app.router.add_get("/server_info", server_info)
+    app.router.add_get("/get_server_info", server_info)
+    app.router.add_get("/v1/loads", loads)
+    app.router.add_get("/get_load", get_load)
+    app.router.add_get("/load", load)
+    app.router.add_get("/health_generate", health_generate)
+    app.router.add_post("/abort_request", with_body(utility.abort_request))
+    for prefix in ("", "/v1"):
+        app.router.add_post(f"{prefix}/tokenize", with_body(utility.tokenize))
+        app.router.add_post(f"{prefix}/detokenize", with_body(utility.detokenize))
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_post("/v1/chat/completions", with_body(endpoints.chat_completions))
+    app.router.add_post("/v1/messages", with_body(anthropic.messages))
+    app.router.add_post("/v1/messages/count_tokens", with_body(anthropic.count_tokens))
     app.router.add_post("/v1/completions", with_body(endpoints.completions))
     app.router.add_post("/generate", with_body(native.generate))
     app.router.add_put("/generate", with_body(native.generate))

@@ -159,14 +159,15 @@ class WorkerLink:
                 self._waiters.remove(turn)
                 self._wake_first()
 
-    def control(self, entry: InFlight, kind: SubmitKind) -> None:
+    def control(self, entry: InFlight, kind: SubmitKind, digest: bytes = b"") -> None:
         """Send ABORT, PAUSE or RESUME for an entry; it waits for credits if it must, replacing what this entry had waiting."""
         if self.channel is None:
             return
         self._writer.cancel(entry.req_id)
         try:
             self._writer.keep(
-                entry.req_id, pack_control(kind, entry.req_id, time_ns=time.monotonic_ns())
+                entry.req_id,
+                pack_control(kind, entry.req_id, time_ns=time.monotonic_ns(), digest=digest),
             )
         except RingProtocolError as error:  # it ends the channel, not whoever aborts here
             self.break_off(str(error))
@@ -254,11 +255,35 @@ class WorkerClient:
         signal: Signal,
         arrival_ns: int,
         digest: bytes = b"",
+        cache_salt: bytes = b"",
     ) -> InFlight:
         """Put one sequence into the table and its SUBMIT into a ring. Raises ApiError with nothing left behind."""
         link = self.serving()
         if link is None:
             raise worker_died("it is restarting")
+        entry = self._enter(link, index, signal, arrival_ns)
+        if params.num_logprobs >= 0:
+            entry.logprobs = LogprobLog()
+        try:
+            record, num_slots = pack_submit(
+                Submit(
+                    req_id=entry.req_id,
+                    prompt_ids=prompt_ids,
+                    params=params,
+                    arrival_ns=arrival_ns,
+                    submitted_ns=entry.submitted_ns,
+                    cache_salt=cache_salt,
+                    digest=digest,
+                )
+            )
+            await link.submit(entry, record, num_slots)
+        except BaseException:
+            self.forget(entry)
+            raise
+        return entry
+
+    def _enter(self, link: WorkerLink, index: int, signal: Signal, arrival_ns: int) -> InFlight:
+        """A new entry of the table. Raises ApiError (503) if it has no place."""
         if not self._free_slots:
             raise ApiError(
                 503,
@@ -271,25 +296,33 @@ class WorkerClient:
         req_id = (next(self._generations) & 0xFF_FFFF_FFFF) << 24 | self._http_index << 16 | slot
         entry = InFlight(req_id, index, link, signal, arrival_ns, self.table)
         entry.submitted_ns = time.monotonic_ns()
-        if params.num_logprobs >= 0:
-            entry.logprobs = LogprobLog()
         self.in_flight[req_id] = link.in_flight[req_id] = entry
-        try:
-            record, num_slots = pack_submit(
-                Submit(
-                    req_id=req_id,
-                    prompt_ids=prompt_ids,
-                    params=params,
-                    arrival_ns=arrival_ns,
-                    submitted_ns=entry.submitted_ns,
-                    digest=digest,
-                )
-            )
-            await link.submit(entry, record, num_slots)
-        except BaseException:
-            self.forget(entry)
-            raise
         return entry
+
+    async def flush_cache(self) -> None:
+        """Wait until every serving worker has forgotten its cached prefixes. Raises ApiError if one dies meanwhile."""
+        await self._tell_all(SubmitKind.FLUSH_CACHE)
+
+    async def abort_by_digest(self, digest: bytes) -> int:
+        """End the requests, of any front end, that carry this digest (16 zero bytes: all); how many there were."""
+        answers = await self._tell_all(SubmitKind.ABORT_BY_ID, digest)
+        return sum(entry.finish.matched_token for entry in answers if entry.finish is not None)
+
+    async def _tell_all(self, kind: SubmitKind, digest: bytes = b"") -> list[InFlight]:
+        """Send a control record to every serving worker and wait for the answers. Raises ApiError if one dies meanwhile."""
+        signal = Signal()
+        entries: list[InFlight] = []
+        for link in [link for link in self.links.values() if link.is_serving]:
+            entry = self._enter(link, len(entries), signal, time.monotonic_ns())
+            entry.is_submitted = True  # a control record waits for credits itself
+            link.control(entry, kind, digest)
+            entries.append(entry)
+        while not all(entry.is_over for entry in entries):
+            await signal.wait()
+        for entry in entries:
+            if entry.error is not None:
+                raise entry.error
+        return entries
 
     def abort(self, entry: InFlight) -> None:
         """Nobody wants this entry's output any more. It leaves the table at its FINISH."""

@@ -20,6 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_STOPS: Final = 32
 MOST_STOP_BYTES: Final = 1_024
+MOST_SALT_CHARACTERS: Final = 128  # vLLM's bound
 MOST_LOGPROBS: Final = 20
 GREEDY_BELOW: Final = 1e-5
 _MASK: Final = (1 << 64) - 1
@@ -121,6 +122,15 @@ def num_logprobs(name: str, value: int | bool | None) -> int:
     return int(in_range(name, int(value), 0, MOST_LOGPROBS, -1))
 
 
+def cache_salt(value: str | None) -> bytes:
+    """What keeps a request's cached prefixes apart from those of other salts; the empty one is everybody's."""
+    if value is not None and len(value) > MOST_SALT_CHARACTERS:
+        raise bad_field(
+            "cache_salt", f"cache_salt may have at most {MOST_SALT_CHARACTERS} characters"
+        )
+    return (value or "").encode()
+
+
 def seeds(seed: int | None, n: int) -> list[int]:
     """A stream for each of `n` choices: the first is the seed itself; without a seed they are random."""
     first = secrets.randbits(64) if seed is None else seed & _MASK
@@ -151,6 +161,7 @@ def sampling_params(
     seed: int,
     num_logprobs: int = -1,
     priority: int = 0,
+    grammar: str = "",
     vocab_size: int,
     min_tokens_name: str = "min_tokens",
 ) -> SamplingParams:
@@ -179,6 +190,7 @@ def sampling_params(
         seed=seed,
         num_logprobs=num_logprobs,
         priority=priority,
+        grammar=grammar,
     )
 
 

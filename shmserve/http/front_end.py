@@ -19,9 +19,10 @@ from aiohttp import web
 from shmserve.config import Config
 from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
-from shmserve.http.detokenizer import TextStream
+from shmserve.http.detokenizer import Pieces, TextStream
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
@@ -41,6 +42,7 @@ class FrontEnd:
     served_name: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    grammars: Grammars
     client: WorkerClient
     admission: Admission
     turnstile: Turnstile
@@ -87,6 +89,9 @@ class Wanted:
 
     prompt_ids: npt.NDArray[np.int32]
     params: SamplingParams
+    cache_salt: bytes = b""
+    shows: frozenset[int] = frozenset()
+    """Special tokens that are part of its text though the others are skipped."""
 
 
 class Generation:
@@ -100,9 +105,7 @@ class Generation:
         self.wanted = wanted
         self.arrival_ns = request[ARRIVAL]
         self._front = front
-        self._digest = (
-            hashlib.blake2b(external_id.encode(), digest_size=16).digest() if external_id else b""
-        )
+        self._digest = digest_of(external_id) if external_id else b""
 
     async def __aenter__(self) -> Generation:
         self._front.admission.admit(len(self.wanted))
@@ -116,6 +119,7 @@ class Generation:
                         signal=self.signal,
                         arrival_ns=self.arrival_ns,
                         digest=self._digest,
+                        cache_salt=wanted.cache_salt,
                     )
                 )
         except BaseException:
@@ -154,23 +158,43 @@ class Generation:
                 return
             await self.signal.wait()
 
+    def parts_of(self, index: int) -> list[tuple[str, list[int]]]:
+        """Text and tokens of a completion that has ended, as a stream of it would have come."""
+        entry, text = self.entries[index], self.text_stream(index)
+        last = len(entry.token_ids) - 1
+        parts = [
+            ("" if entry.was_stop_token and i == last else text.feed(token_id), [token_id])
+            for i, token_id in enumerate(entry.token_ids)
+        ]
+        assert entry.finish is not None
+        return [*parts, (text.finish(entry.finish.keep_bytes), [])]
+
     def text_of(self, index: int) -> str:
-        """The whole text of a completion that has ended: the same bytes that a stream of it would add up to."""
-        entry, params = self.entries[index], self.wanted[index].params
-        text = self.text_stream(index)
-        ids = entry.token_ids[:-1] if entry.was_stop_token else entry.token_ids
-        whole = "".join([text.feed(token_id) for token_id in ids])
-        assert entry.finish is not None, params
-        return whole + text.finish(entry.finish.keep_bytes)
+        """The whole text of a completion that has ended."""
+        return "".join(text for text, _ in self.parts_of(index))
 
     def text_stream(self, index: int) -> TextStream:
         params = self.wanted[index].params
-        pieces = self._front.tokenizer.pieces_for(params.skip_special_tokens)
-        return TextStream(pieces, params.stop, params.min_tokens)
+        return TextStream(self.pieces(index), params.stop, params.min_tokens)
+
+    def pieces(self, index: int) -> Pieces:
+        """The texts of its tokens."""
+        wanted = self.wanted[index]
+        if wanted.shows and wanted.params.skip_special_tokens:
+            return self._front.tokenizer.pieces_showing(wanted.shows)
+        return self._front.tokenizer.pieces_for(wanted.params.skip_special_tokens)
+
+
+def digest_of(external_id: str) -> bytes:
+    """What workers know of a client's own request id: 16 bytes."""
+    return hashlib.blake2b(external_id.encode(), digest_size=16).digest()
 
 
 def choices_of(
-    prompt_ids: npt.NDArray[np.int32], params: SamplingParams, seeds: Sequence[int]
+    prompt_ids: npt.NDArray[np.int32],
+    params: SamplingParams,
+    seeds: Sequence[int],
+    cache_salt: bytes,
 ) -> list[Wanted]:
     """The n completions of one prompt, each with its own random stream."""
-    return [Wanted(prompt_ids, replace(params, seed=seed)) for seed in seeds]
+    return [Wanted(prompt_ids, replace(params, seed=seed), cache_salt) for seed in seeds]

@@ -76,6 +76,16 @@ class InstanceCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
+        asked = sum(words["prefix_query_tokens"] for words in workers)
+        hit = sum(words["prefix_hit_tokens"] for words in workers)
+        for name, text, count in (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", asked),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hit),
+            ("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", hit),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], count)
+            yield counter
 
 
 def _board_metrics(

@@ -18,10 +18,11 @@ from shmserve.http import fields
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
 from shmserve.http.in_flight import InFlight
+from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenLogprob, TokenTexts, native_logprobs
 from shmserve.http.openai.endpoints import MOST_CHOICES, prompts_of, response_headers
-from shmserve.http.openai.formats import event
-from shmserve.http.stream import DONE, Choice, SseStream
+from shmserve.http.openai.formats import DoneStream, event
+from shmserve.http.stream import Choice, SseStream
 from shmserve.request import FinishReason, SamplingParams
 
 MAX_NEW_TOKENS: Final = 128  # SGLang's default
@@ -72,6 +73,7 @@ class GenerateRequest(msgspec.Struct):
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     # Named, and not yet honoured.
     input_embeds: Any = None
     token_ids_logprob: list[int] | None = None
@@ -83,7 +85,6 @@ class GenerateRequest(msgspec.Struct):
     session_params: Any = None
     custom_logit_processor: str | None = None
     extra_key: str | None = None
-    cache_salt: str | None = None
 
 
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -97,19 +98,13 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "session_params": (None,),
     "custom_logit_processor": (None,),
     "extra_key": (None, ""),
-    "cache_salt": (None, ""),
 }
 _UNSUPPORTED_SAMPLING: Final[dict[str, tuple[Any, ...]]] = {
     "frequency_penalty": (None, 0.0),
     "presence_penalty": (None, 0.0),
     "repetition_penalty": (None, 1.0),
     "stop_regex": (None, "", []),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
     "beam_width": (None, 0, 1),
-    "stream_interval": (None, 1),
     "spaces_between_special_tokens": (None, False, True),
     "custom_params": (None,),
 }
@@ -137,6 +132,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         num_logprobs = max(0, fields.num_logprobs("top_logprobs_num", parsed.top_logprobs_num))
     # SGLang's sign: higher runs earlier.
     priority = -fields.in_range("priority", parsed.priority, -(2**31) + 1, 2**31 - 1, 0)
+    salt = fields.cache_salt(parsed.cache_salt)
     front.admission.admit(sum(sampling.n or 1 for sampling in samplings))
     wanted: list[Wanted] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
@@ -147,9 +143,15 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         is_batch = is_batch or n > 1
         seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
         params = replace(
-            _params(front, sampling, room), num_logprobs=num_logprobs, priority=priority
+            _params(front, sampling, room),
+            num_logprobs=num_logprobs,
+            priority=priority,
+            grammar=await front.grammars.wanted_by(sampling),
         )
-        wanted += choices_of(prompt, params, fields.seeds(seed, n))
+        wanted += choices_of(prompt, params, fields.seeds(seed, n), salt)
+    interval = max(
+        fields.in_range("stream_interval", s.stream_interval, 1, 2**31 - 1, 1) for s in samplings
+    )
     rid = parsed.rid if isinstance(parsed.rid, str) else None
     headers = response_headers(request, rid, ignored)
     async with Generation(front, request, wanted, headers.get("X-Request-Id", "")) as generation:
@@ -172,7 +174,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
                     entry,
                     generation.text_stream(i),
                     front.tokenizer.pieces_for(want.params.skip_special_tokens),
-                    answer,
+                    spaced(answer, interval, front.config.http.stream_interval),
                 )
                 for i, (entry, want, answer) in enumerate(
                     zip(generation.entries, wanted, answers, strict=True)
@@ -185,7 +187,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
                 front.turnstile,
                 generation.signal,
                 choices,
-                _Ending(),
+                DoneStream(),
                 headers,
             )
             return await stream.run()
@@ -345,10 +347,3 @@ class _Answer:
             "status_code": 503,
             "err_type": None,
         }
-
-
-class _Ending:
-    """ResponseFormat: nothing but [DONE]."""
-
-    def ending(self, entries: Sequence[InFlight]) -> bytes:
-        return DONE

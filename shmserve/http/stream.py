@@ -70,6 +70,9 @@ class ResponseFormat(Protocol):
     def ending(self, entries: Sequence[InFlight]) -> bytes:
         """Events after the last choice's end, [DONE] included."""
 
+    def failing(self, error: ApiError) -> bytes:
+        """Events that end a stream that could not go on."""
+
 
 class Choice:
     """One completion of a streamed response."""
@@ -184,7 +187,7 @@ class SseStream:
         except Exception:
             log.exception("request %016x: its stream failed", self._choices[0].entry.req_id)
             error = ApiError(500, "The server could not go on.", code="internal_error")
-        return error.frame() + DONE
+        return self._format.failing(error)
 
     async def _first_word(self) -> None:
         """Return when there is something to send: a token, an end, or a started request that takes long."""

@@ -56,6 +56,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template cannot be compiled: {error}") from None
         self._special_tokens = special_tokens
+        self.source = source
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template shows the tools it is given."""
+        return "tools" in self.source
 
     def render(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,15 +41,35 @@ class Tokenizer:
             )
             if token_id is not None
         }
-        self.pieces = Pieces(table, frozenset(model.special_token_ids))
+        self._table = table
+        self._special_ids = frozenset(model.special_token_ids)
+        self._showing: dict[frozenset[int], Pieces] = {}
+        self.pieces = Pieces(table, self._special_ids)
         self.pieces_with_special = Pieces(table, frozenset())
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token, None for a text that ordinary tokens spell."""
+        token_id: int | None = self._tokenizer.token_to_id(text) if text else None
+        return token_id if token_id in self._special_ids else None
+
+    def pieces_showing(self, shown: frozenset[int]) -> Pieces:
+        """The pieces that skip special tokens, but for these: a handful of sets at most, one a tool format."""
+        if shown not in self._showing:
+            self._showing[shown] = Pieces(self._table, self._special_ids - shown)
+        return self._showing[shown]
 
     def pieces_for(self, skip_special_tokens: bool) -> Pieces:
         return self.pieces if skip_special_tokens else self.pieces_with_special
 
-    def decode(self, token_ids: npt.NDArray[np.int32]) -> str:
-        """The text of a prompt that came as ids, special tokens included."""
-        raw = self.pieces_with_special.raw
+    def name(self, token_id: int) -> str:
+        """A token as the vocabulary writes it."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def decode(
+        self, token_ids: npt.NDArray[np.integer[Any]], *, skip_special_tokens: bool = False
+    ) -> str:
+        """The text of ids that came from outside."""
+        raw = self.pieces_for(skip_special_tokens).raw
         return b"".join([raw(token_id) for token_id in token_ids.tolist()]).decode(
             "utf-8", "replace"
         )

@@ -19,12 +19,15 @@ import numpy as np
 
 from shmserve import child
 from shmserve.boards import Phase
+from shmserve.grammar import tokenizer_of
 from shmserve.models import PreparedModel
 from shmserve.rings.channel import Channel
 from shmserve.worker.batch import Batch
+from shmserve.worker.constraints import Constraints
 from shmserve.worker.control_thread import ControlThread
 from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.engine import Engine
+from shmserve.worker.grammars import GrammarCompiler
 from shmserve.worker.runner import ModelRunner
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.scheduler import Scheduler
@@ -69,6 +72,8 @@ class Worker:
             max_num_seqs=config.worker.max_num_seqs,
             max_num_batched_tokens=config.worker.max_num_batched_tokens,
             eos_ids=self.model.eos_token_ids,
+            caches_prefixes=config.worker.prefix_cache,
+            chunks_prompts=config.worker.chunked_prefill,
         )
         conditions = StopConditions(self.model.token_bytes(), self.model.special_token_ids)
         emission_log = (
@@ -77,7 +82,11 @@ class Worker:
         self.board["kv_blocks_total"] = runner.info.num_blocks - 1
         self.board["max_num_seqs"] = config.worker.max_num_seqs
         self.board["max_model_len"] = scheduler.capacity_tokens
-        engine = Engine(runner, scheduler, conditions, config.rings, self.board, emission_log)
+        compiler = GrammarCompiler(lambda: tokenizer_of(self.model))
+        constraints = Constraints(compiler, runner.info.vocab_size)
+        engine = Engine(
+            runner, scheduler, conditions, config.rings, self.board, emission_log, constraints
+        )
         # What lives now lives until the end: the collector need not look at it again, nor run inside a step.
         gc.collect()
         gc.freeze()
@@ -161,9 +170,11 @@ def build_runner(worker: Worker) -> ModelRunner:
         )
     limits: dict[str, Any] = {
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        # A prompt that is not cut may come on top of a step that is almost full.
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs)
+        + (0 if config.chunked_prefill else max_model_len),
         "max_model_len": max_model_len,
-        "kv_cache_bytes": config.kv_cache_bytes or default_kv_cache_bytes(),
+        "kv_cache_bytes": config.kv_cache_bytes or kv_cache_bytes(config.kv_cache_fraction),
         "block_size": config.block_size,
         "num_threads": config.num_threads or None,
         "progress": worker.progress,
@@ -183,11 +194,12 @@ def build_runner(worker: Worker) -> ModelRunner:
     return TorchRunner(model, **limits)
 
 
-def default_kv_cache_bytes() -> int:
-    """On the CPU: 1 GiB, or a quarter of the memory that is free, whichever is less."""
+def kv_cache_bytes(fraction: float) -> int:
+    """On the CPU: `fraction` of the memory that is free; by default 1 GiB, or a quarter of it, whichever is less."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
-    return min(1 << 30, int(fields["MemAvailable"].split()[0]) * 1024 // 4)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    return int(free * fraction) if fraction else min(1 << 30, free // 4)
 
 
 def warm_up(runner: ModelRunner) -> None:

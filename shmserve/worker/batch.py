@@ -17,6 +17,34 @@ F4: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Tokens of one sequence's prompt that are to be scored in this step: what the model thought of them before it saw them.
+
+    seq           index into the S sequences
+    first_row     index into the T tokens of the one that stands before the first; their logits are in consecutive rows
+    first_index   the first one's position in the prompt
+    token_ids     i4[n]  the scored tokens
+    num_top       so many of the most likely at each position are wanted, too
+    """
+
+    seq: int
+    first_row: int
+    first_index: int
+    token_ids: I4
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of one PromptPart: logprobs f4[n] (NaN where a logit was not finite), and top_ids i4[n, N], top_logprobs f4[n, N]."""
+
+    part: PromptPart
+    logprobs: F4
+    top_ids: I4
+    top_logprobs: F4
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """S sequences with T tokens in all, ragged: sequence s computes tokens [cu_seqlens[s], cu_seqlens[s + 1]).
 
@@ -30,6 +58,7 @@ class Batch:
     kv_lens       i4[S]  tokens in the KV cache once this step is computed
     sample_seqs   i4[R]  indices into the S sequences that sample a token in this step, ascending
     is_decode     every sequence computes exactly one token and samples
+    prompt_parts  of those who asked for logprobs of their prompt
     """
 
     step: int
@@ -42,6 +71,7 @@ class Batch:
     kv_lens: I4
     sample_seqs: I4
     is_decode: bool
+    prompt_parts: tuple[PromptPart, ...] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -61,6 +91,7 @@ class StepOutput:
     logprobs    f4[R, K]  raw log-softmax of each, or None where no sequence asked
     top         per sampled sequence (index into R): i4[K, N] ids and f4[K, N] logprobs of the N most likely; absent if not asked
     failed      indices into R whose logits were not finite: those sequences end with an error, the others go on
+    prompt_scores  one for each of `Batch.prompt_parts`
     time_ns     CLOCK_MONOTONIC when the tokens were known on the host
     """
 
@@ -70,3 +101,4 @@ class StepOutput:
     logprobs: F4 | None = None
     top: dict[int, tuple[I4, F4]] | None = None
     failed: tuple[int, ...] = ()
+    prompt_scores: tuple[PromptScores, ...] = ()

@@ -1,10 +1,19 @@
 """KV cache blocks: who has which.
 
-Owns: the free list and the reference counts. Never: touches KV memory. Block 0 is kept for padding rows and is never given
-out. Law, stated by `check`: every block but 0 is either free, with no reference, or held, with at least one; none is both.
+Owns: the free list and the reference counts; a block that is released and cached stays findable until a free one is missing.
+Never: touches KV memory, or looks at a token. Block 0 is kept for padding rows and is never given out.
+
+Law, stated by `check`: every block but 0 is exactly one of
+    free        no reference, not cached
+    held        at least one reference; perhaps cached
+    evictable   no reference, cached: free for whoever asks, once the free list is empty
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shmserve.worker.prefix_cache import PrefixCache
 
 
 class OutOfBlocksError(RuntimeError):
@@ -14,8 +23,9 @@ class OutOfBlocksError(RuntimeError):
 class BlockAllocator:
     """`num_blocks` counts block 0. Worker's main thread only."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
         self.num_blocks = num_blocks
+        self.cache = cache
         # A stack: the block freed last is used first, while the CPU's caches may still know it.
         self._free = list(range(num_blocks - 1, 0, -1))
         # A list: a step touches a few blocks, one by one, and numpy costs 100 ns for each.
@@ -23,18 +33,22 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be allocated now, the evictable ones included."""
+        return len(self._free) + self.cache.num_evictable
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - 1 - len(self._free)
+        """Blocks that somebody holds."""
+        return self.num_blocks - 1 - self.num_free
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each. Raises OutOfBlocksError, and takes none, if fewer are free."""
-        if count > len(self._free):
-            raise OutOfBlocksError(f"{count} blocks wanted, {len(self._free)} free")
+        if count > self.num_free:
+            raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} free")
         if not count:
             return []
+        while len(self._free) < count:
+            self._free.append(self.cache.evict())
         blocks = self._free[-count:]
         del self._free[-count:]
         for block in blocks:
@@ -42,24 +56,40 @@ class BlockAllocator:
             self.ref_count[block] = 1
         return blocks
 
+    def share(self, block: int) -> None:
+        """One reference more on a cached block, which may be evictable."""
+        assert self.cache.node_of(block) is not None, (block, "is not cached")
+        if self.ref_count[block] == 0:
+            self.cache.revive(block)
+        self.ref_count[block] += 1
+
     def release(self, blocks: list[int]) -> None:
-        """Drop one reference on each of `blocks`; those without any are free."""
-        for block in blocks:
+        """Drop one reference on each of `blocks`, the last first: of a sequence's blocks the end is to be evicted first."""
+        for block in reversed(blocks):
             left = self.ref_count[block] - 1
             assert left >= 0, (block, "released more often than it was taken")
             self.ref_count[block] = left
-            if left == 0:
+            if left == 0 and not self.cache.retire(block):
                 self._free.append(block)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """`blocks`, and what is cached behind them, are cached no more; references stay."""
+        self._free += self.cache.forget(blocks)
+
+    def flush(self) -> None:
+        """Nothing is cached any more; references stay."""
+        self._free += self.cache.clear()
 
     def check(self) -> None:
         """Raise AssertionError unless the law holds."""
-        assert len(set(self._free)) == len(self._free), "a block is free twice"
-        assert 0 not in self._free, "block 0 is free"
+        self.cache.check()
         free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert 0 not in free and not self.cache.node_of(0), "block 0 is free or cached"
         for block in range(1, self.num_blocks):
             is_held = self.ref_count[block] > 0
-            assert is_held != (block in free), (
-                block,
-                "is lost" if not is_held else "is held and free",
-            )
+            is_evictable = self.cache.is_evictable(block)
+            what = (block, is_held, block in free, is_evictable)
+            assert is_held + (block in free) + is_evictable == 1, what
+            assert not (block in free and self.cache.node_of(block)), (block, "is free and cached")
         assert self.ref_count[0] == 0

@@ -1,11 +1,12 @@
 """Running sequences as columns, indexed by row slot: what a step reads and writes without a Python object per sequence.
 
-Owns: the arrays and the free row slots. Who writes what: `Scheduler` everything at admission, `num_blocks` and `block_table` at
-block boundaries; the commit `token_ids`, `num_tokens`, `num_computed`. Worker's main thread only.
+Owns: the arrays and the free row slots. Who writes what: `Scheduler` everything at admission; `BlockTables` at block boundaries
+`num_blocks`, `block_table` and `num_indexed`; the commit `token_ids`, `num_tokens`, `num_computed`. Worker's main thread only.
 
     [0, num_computed)            tokens whose keys and values are in the KV cache
     [num_computed, num_tokens)   tokens known and not yet computed (one, while decoding)
     [0, num_prompt)              the prompt; what follows was generated
+    [0, num_indexed)             tokens in blocks that the prefix cache knows (block_tables.py)
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Columns:
         self.is_aborted = np.zeros(num_rows, bool)
         self.wants_logprobs = np.zeros(num_rows, bool)
         self.num_blocks = np.zeros(num_rows, np.int32)
+        self.num_indexed = np.zeros(num_rows, np.int32)
         self.block_table = np.zeros((num_rows, max_blocks), np.int32)
         self.last_time_ns = np.zeros(num_rows, np.int64)  # of the newest token; 0 before the first
         self._free_rows = list(range(num_rows - 1, -1, -1))

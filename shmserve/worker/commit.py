@@ -21,6 +21,7 @@ from shmserve.wire import (
     pack_top_logprobs,
 )
 from shmserve.worker.batch import Batch, StepOutput
+from shmserve.worker.prompt_scores import pack_scores
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.sequence import Sequence
 from shmserve.worker.stopping import Ending, StopConditions
@@ -64,12 +65,17 @@ class Committer:
         is_slow = columns.is_slow[rows]
         if output.counts is not None:
             is_slow = is_slow | (output.counts != 1)
+        units: list[tuple[int, int, bytes]] = []
+        if output.prompt_scores:
+            is_slow = is_slow | np.isin(
+                batch.sample_seqs, [scores.part.seq for scores in output.prompt_scores]
+            )
+            live &= self._commit_prompts(batch, output, units, endings)
         if output.top:
             is_slow = is_slow.copy()
             is_slow[list(output.top)] = True
         fast = np.flatnonzero(live & ~is_slow)
         records = self._commit_columns(batch, output, rows[fast], fast, publish_ns, endings)
-        units: list[tuple[int, int, bytes]] = []
         num_tokens = len(fast)
         for index in np.flatnonzero(live & is_slow).tolist():
             sequence = self._sequence(rows[index])
@@ -79,6 +85,30 @@ class Committer:
             if ending is not None:
                 endings.append((sequence, ending))
         return Committed(records, columns.channel[rows[fast]], units, endings, num_tokens, itl_ns)
+
+    def _commit_prompts(
+        self,
+        batch: Batch,
+        output: StepOutput,
+        units: list[tuple[int, int, bytes]],
+        endings: list[tuple[Sequence, Ending]],
+    ) -> npt.NDArray[np.bool_]:
+        """Append units of prompts' logprobs, which stand before the first tokens; False for who ended since one is not finite."""
+        has_ended = np.zeros(batch.num_seqs, np.bool_)
+        for scores in output.prompt_scores:
+            row = batch.rows[scores.part.seq]
+            if self._scheduler.columns.is_aborted[row]:
+                continue
+            sequence = self._sequence(row)
+            if np.isfinite(scores.logprobs).all():
+                unit = pack_scores(sequence, scores, batch.step)
+                units.append((sequence.channel, sequence.req_id, unit))
+                continue
+            has_ended[scores.part.seq] = True
+            if all(ended is not sequence for ended, _ in endings):
+                endings.append((sequence, Ending(FinishReason.ERROR)))
+        result: npt.NDArray[np.bool_] = ~has_ended[batch.sample_seqs]
+        return result
 
     def _sequence(self, row: int | np.int32) -> Sequence:
         sequence = self._scheduler.by_row[int(row)]

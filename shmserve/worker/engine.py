@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 import time
 
-import numpy as np
-
 from shmserve.boards import Phase
 from shmserve.config import RingConfig
 from shmserve.request import FinishReason
@@ -23,6 +21,7 @@ from shmserve.rings.channel import Channel
 from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire import Submit, TokenKind, pack_finish, pack_message
 from shmserve.worker.commit import Committed, Committer
+from shmserve.worker.constraints import Constraints
 from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.emitter import Emitter
 from shmserve.worker.inbox import Inbox
@@ -49,6 +48,7 @@ class Engine:
         rings: RingConfig,
         board: Board,
         emission_log: EmissionLog | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -62,6 +62,7 @@ class Engine:
         self._by_id: dict[int, Sequence] = {}
         self._backlogged: set[int] = set()  # paused because their output waits outside the ring
         self._held_by_client: set[int] = set()  # paused by PAUSE records
+        self._constraints = constraints or Constraints(None, runner.info.vocab_size)
         self._doomed: list[Sequence] = []  # aborted under the forward pass
         self._broken: set[int] = (
             set()
@@ -95,6 +96,7 @@ class Engine:
         """Descriptors that wake an idle engine: data of every submit ring, credits of the token rings that are starved."""
         fds = [inbox.data_fd for inbox in self._inboxes.values()]
         fds += [e.credit_fd for e in self._emitters.values() if e.is_starved]
+        fds += self._constraints.poll_fds()
         return fds
 
     # -- what the records ask for (Sink) ----------------------------------------------------------------------------------
@@ -115,6 +117,8 @@ class Engine:
             prompt_ids=request.prompt_ids,
             arrival_order=self._num_arrived,
             received_ns=time.monotonic_ns(),
+            cache_salt=request.cache_salt,
+            digest=request.digest,
         )
         try:
             self.scheduler.add(sequence)
@@ -122,6 +126,16 @@ class Engine:
             self.refuse(request.req_id, http, str(error))
             return
         self._by_id[request.req_id] = sequence
+        if request.params.grammar:
+            self._constraints.add(sequence)
+            self._apply_pause(sequence.req_id)
+
+    def _take_compiled(self) -> None:
+        for sequence, fault in self._constraints.ready():
+            if fault:
+                self._finish(sequence, Ending(FinishReason.ERROR, fault=fault))
+            else:
+                self._apply_pause(sequence.req_id)
 
     def refuse(self, req_id: int, http: int, reason: str) -> None:
         """Answer a SUBMIT that cannot be served."""
@@ -145,8 +159,13 @@ class Engine:
         else:
             self._finish(sequence, Ending(FinishReason.ABORT))
 
-    def abort_by_digest(self, digest: bytes) -> None:
-        log.warning("abort by id %s: no request of this worker carries it", digest.hex())
+    def abort_by_digest(self, req_id: int, http: int, digest: bytes) -> None:
+        """End every request of any front end that carries this digest (all of them, if it is zero); the answer counts them."""
+        is_all = not any(digest)
+        found = [s.req_id for s in self._by_id.values() if is_all or s.digest == digest]
+        for each in found:
+            self.abort(each)
+        self._acknowledge(req_id, http, len(found))
 
     def set_paused(self, req_id: int, is_paused: bool) -> None:
         if req_id in self._by_id:
@@ -154,17 +173,21 @@ class Engine:
             self._apply_pause(req_id)
 
     def flush_cache(self, req_id: int, http: int) -> None:
-        """Nothing is cached between requests yet: the answer is that it is empty."""
-        self._emitters[http].keep(
+        """Forget all cached prefixes, and say so. What runs goes on, and leaves nothing to be found."""
+        self.scheduler.flush_cache()
+        self._acknowledge(req_id, http, 0)
+
+    def _acknowledge(self, req_id: int, http: int, count: int) -> None:
+        """Answer a control record under its own req_id."""
+        unit = pack_finish(
+            TokenKind.FINISH,
             req_id,
-            pack_finish(
-                TokenKind.FINISH,
-                req_id,
-                time_ns=time.monotonic_ns(),
-                step=self.step_count,
-                finish=FinishReason.LENGTH,
-            ),
+            time_ns=time.monotonic_ns(),
+            step=self.step_count,
+            finish=FinishReason.LENGTH,
+            matched_token=count,
         )
+        self._emitters[http].keep(req_id, unit)
 
     # -- the step ---------------------------------------------------------------------------------------------------------
 
@@ -199,6 +222,7 @@ class Engine:
         self.flush_emitters()  # before the schedule: credits let paused sequences go on
         for http in list(self._broken):
             self.close_channel(http)
+        self._take_compiled()
         now = time.monotonic_ns()  # not `begin`: nobody is admitted before it was received
         batch, started = self.scheduler.schedule(self.step_count + 1, now)
         if batch is None:
@@ -207,11 +231,12 @@ class Engine:
             self._announce(started, now)
         self.step_count += 1
         self._show_phase(Phase.DECODE if batch.is_decode else Phase.PREFILL, begin)
+        self.scheduler.sampling.expect_masks(self._constraints.begin_masks(batch))
         self._is_computing = True
         output = self.runner.run(batch, self.scheduler.sampling)
         self.drain_inboxes()
         self._is_computing = False
-        self.scheduler.advance(batch, output.time_ns)
+        self.scheduler.advance(batch, output.time_ns, output.failed)
         committed = self._committer.commit(batch, output, time.monotonic_ns())
         if self._log is not None:
             self._log.write(self.step_count, output.time_ns, committed)
@@ -262,9 +287,9 @@ class Engine:
 
     def _apply_pause(self, req_id: int) -> None:
         is_held = req_id in self._held_by_client
-        self.scheduler.set_paused(
-            self._by_id[req_id], is_held or req_id in self._backlogged, yields=is_held
-        )
+        is_paused = is_held or req_id in self._backlogged
+        is_paused |= self._constraints.is_compiling(req_id)
+        self.scheduler.set_paused(self._by_id[req_id], is_paused, yields=is_held)
 
     def _end_dropped(self, req_id: int) -> bytes:
         """The drop policy threw a record of this request away: it ends with an error, never as a text with a hole."""
@@ -289,7 +314,8 @@ class Engine:
         now = time.monotonic_ns()
         unit = self._unit(TokenKind.FINISH, sequence, now, ending)
         if ending.reason is FinishReason.ERROR:
-            unit = pack_message(sequence.req_id, NOT_FINITE, time_ns=now) + unit
+            message = ending.fault or NOT_FINITE
+            unit = pack_message(sequence.req_id, message, time_ns=now) + unit
         self._emitters[sequence.channel].keep(sequence.req_id, unit)
         self._board.add("num_aborted" if ending.reason is FinishReason.ABORT else "num_finished")
         self._forget(sequence)
@@ -299,6 +325,7 @@ class Engine:
         self._by_id.pop(sequence.req_id, None)
         self._backlogged.discard(sequence.req_id)
         self._held_by_client.discard(sequence.req_id)
+        self._constraints.forget(sequence.req_id)
 
     def _unit(self, kind: TokenKind, sequence: Sequence, now_ns: int, ending: Ending) -> bytes:
         num_prompt = sequence.num_prompt_tokens
@@ -340,7 +367,7 @@ class Engine:
         elapsed = time.monotonic_ns() - begin_ns
         board["step"] = self.step_count
         board.add("generation_tokens", committed.num_tokens)
-        board.histograms["step_us"].observe(np.array([elapsed // 1000]))
+        board.histograms["step_us"].observe_one(elapsed // 1000)
         board.histograms["itl_engine_us"].observe(committed.itl_ns // 1000)
         if elapsed > board["slowest_step_ns"]:
             board["slowest_step_ns"] = elapsed
@@ -351,6 +378,7 @@ class Engine:
         if self._log is not None:
             self._log.close()
         self.runner.close()
+        self._constraints.close()
 
     def _show_gauges(self) -> None:
         board, scheduler = self._board, self.scheduler
@@ -358,5 +386,7 @@ class Engine:
         board["waiting"] = len(scheduler.waiting)
         board["paused"] = len(self._backlogged) + len(self._held_by_client)
         board["kv_blocks_used"] = scheduler.blocks.num_used
+        board["prefix_query_tokens"] = scheduler.tables.num_query_tokens
+        board["prefix_hit_tokens"] = scheduler.tables.num_hit_tokens
         board["num_preempted"] = scheduler.num_preempted
         board["num_admitted"] = scheduler.num_admitted

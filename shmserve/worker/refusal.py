@@ -37,6 +37,8 @@ def fault_of(request: Submit, vocab_size: int) -> str | None:
     )
     if not all(map(math.isfinite, numbers)):
         return "sampling parameters must be finite numbers"
+    if params.repetition_penalty <= 0:
+        return "repetition_penalty must be above 0"
     return None
 
 

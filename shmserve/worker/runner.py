@@ -24,6 +24,7 @@ class RunnerInfo:
 
     num_blocks counts KV blocks of block_size tokens; block 0 is kept for padding and never allocated.
     max_tokens_per_step is 1 unless the runner speculates (the scheduler then keeps that many KV slots ahead).
+    supports_prefix_cache: rows may share blocks of earlier tokens, those computed in the same step included (block_tables.py).
     """
 
     name: str
@@ -32,6 +33,7 @@ class RunnerInfo:
     num_blocks: int
     block_size: int
     max_tokens_per_step: int = 1
+    supports_prefix_cache: bool = True
 
 
 class ModelRunner(Protocol):

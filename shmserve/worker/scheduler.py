@@ -8,8 +8,10 @@ Each step takes one token of every decoding sequence, then prompt chunks, oldest
 none is free, the sequence that comes last (paused ones first, then by priority and arrival) is preempted: its blocks are
 freed and it waits again with all its tokens, to be recomputed. One that its client has paused is preempted for whoever waits,
 too. A sequence that could not run alone is refused at `add`, so the first in line always finishes: there is no livelock.
+Full blocks of earlier tokens are found in the prefix cache and not computed again (block_tables.py); so is what a preempted
+sequence had computed, as far as nobody needed the room.
 
-Law (`check`): rows and blocks held by running sequences, and the free ones, are all there are; nobody waits and runs.
+Law (`check`): rows and blocks held by running sequences, the free and the evictable, are all there are; nobody waits and runs.
 Worker's main thread only.
 """
 
@@ -22,8 +24,10 @@ import numpy.typing as npt
 
 from shmserve.stop import StopMatcher
 from shmserve.worker.batch import Batch
-from shmserve.worker.blocks import BlockAllocator
+from shmserve.worker.block_tables import BlockTables
 from shmserve.worker.columns import STOP_COLUMNS, Columns
+from shmserve.worker.prefix_cache import Node
+from shmserve.worker.prompt_scores import prompt_parts
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.sequence import Sequence
@@ -39,7 +43,10 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 
 class Scheduler:
-    """`eos_ids` end a sequence unless it ignores EOS. `max_num_batched_tokens` bounds the tokens of one step."""
+    """`eos_ids` end a sequence unless it ignores EOS. `max_num_batched_tokens` bounds the tokens of one step.
+
+    `chunks_prompts` False: a prompt is computed whole, in the step that admits it, and the last one of a step may pass the bound.
+    """
 
     def __init__(
         self,
@@ -48,6 +55,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         eos_ids: tuple[int, ...],
+        caches_prefixes: bool = True,
+        chunks_prompts: bool = True,
     ) -> None:
         self.info = info
         self.max_num_seqs = max_num_seqs
@@ -55,13 +64,15 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.columns = Columns(max_num_seqs, info.max_model_len, info.block_size)
         self.sampling = SamplingState(max_num_seqs)
-        self.blocks = BlockAllocator(info.num_blocks)
+        self.tables = BlockTables(info, self.columns, is_caching=caches_prefixes)
+        self.blocks = self.tables.blocks
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # in order of admission
         self._prefilling: list[Sequence] = []  # those of `running` that still compute their prompt
         self.by_row: list[Sequence | None] = [None] * max_num_seqs
         self.num_preempted = 0
         self.num_admitted = 0
+        self._chunks_prompts = chunks_prompts
         self._eos_ids = frozenset(eos_ids)
         self._lookahead = info.max_tokens_per_step - 1
         self._decode_rows: npt.NDArray[np.int32] | None = (
@@ -105,13 +116,15 @@ class Scheduler:
         chunks: list[tuple[Sequence, int]] = []
         for sequence in self._prefilling:
             if budget > 0 and not sequence.is_paused:
-                chunks.append((sequence, min(self._prefill_left(sequence), budget)))
+                self.tables.skip_ahead(sequence)
+                chunks.append((sequence, self._take_chunk(sequence, budget)))
                 budget -= chunks[-1][1]
         started = []
-        while budget > 0 and (first := self._admissible()) is not None:
-            self._admit(first, now_ns)
+        while budget > 0 and (admissible := self._admissible()) is not None:
+            first, found = admissible
+            self._admit(first, found, now_ns)
             started.append(first)
-            chunks.append((first, min(self._prefill_left(first), budget)))
+            chunks.append((first, self._take_chunk(first, budget)))
             budget -= chunks[-1][1]
         if not len(decode_rows) and not chunks:
             return None, started
@@ -138,39 +151,42 @@ class Scheduler:
                         break
                 if self._decode_rows is None:
                     break  # somebody was preempted, perhaps one of `rows`: look again
-                self._grow(sequence, int(more[index]))
+                self.tables.grow(sequence, int(more[index]))
             else:
                 return rows
 
-    def _prefill_left(self, sequence: Sequence) -> int:
-        """Tokens still to compute before the sequence decodes one at a time."""
+    def _take_chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens of a prompt this step computes; whoever is scheduled behind may share their blocks."""
         row = sequence.row
-        return int(self.columns.num_tokens[row]) - int(self.columns.num_computed[row])
+        computed = int(self.columns.num_computed[row])
+        count = int(self.columns.num_tokens[row]) - computed
+        if self._chunks_prompts:
+            count = min(count, budget)
+        self.tables.index(sequence, computed + count, is_computed=False)
+        return count
 
-    def _admissible(self) -> Sequence | None:
-        """The first in line, if there is a row and blocks for it: nobody passes it while it waits for them."""
+    def _admissible(self) -> tuple[Sequence, list[Node]] | None:
+        """The first in line and what is cached of it, if there is a row and blocks for it: nobody passes it meanwhile."""
         first = next((s for s in self.waiting if not s.is_paused), None)
         if first is None:
             return None
-        needed = int(self._blocks_for(len(first.token_ids)))
-        if self._has_room(needed):
-            return first
         yielding = sorted((s for s in self.running if s.yields), key=_order)
-        if self.blocks.num_free + sum(len(s.blocks) for s in yielding) < needed:
+        if not yielding and not self.columns.num_free_rows:
             return None
-        while yielding and not self._has_room(needed):
+        needed = int(self._blocks_for(len(first.token_ids)))
+        found = self.tables.found_for(first)
+        if self.tables.num_missing(found, needed) > self.tables.num_gained(yielding, found):
+            return None
+        while not self.columns.num_free_rows or self.tables.num_missing(found, needed) > 0:
             self._preempt(yielding.pop())
-        return first if self._has_room(needed) else None
-
-    def _has_room(self, num_blocks: int) -> bool:
-        return self.columns.num_free_rows > 0 and self.blocks.num_free >= num_blocks
+        return first, found
 
     def _blocks_for(self, num_tokens: npt.NDArray[np.int32] | int) -> npt.NDArray[np.int32]:
         """Blocks for the keys and values of so many tokens, and of those that one step may add to them."""
         reach = np.minimum(np.add(num_tokens, self._lookahead), self.info.max_model_len)
         return -(-reach // self.info.block_size)
 
-    def _admit(self, sequence: Sequence, now_ns: int) -> None:
+    def _admit(self, sequence: Sequence, found: list[Node], now_ns: int) -> None:
         self.waiting.remove(sequence)
         columns, params = self.columns, sequence.params
         row = sequence.row = columns.take_row()
@@ -180,20 +196,27 @@ class Scheduler:
         columns.channel[row] = sequence.channel
         columns.token_ids[row, :num_tokens] = sequence.token_ids
         columns.num_tokens[row] = num_tokens
-        columns.num_computed[row] = 0
         columns.num_prompt[row] = num_prompt
         columns.max_total[row] = min(num_prompt + params.max_tokens, self.capacity_tokens)
         # Beyond max_total it means "never", and more than that may be more than a column holds.
         columns.min_total[row] = min(num_prompt + params.min_tokens, columns.max_total[row] + 1)
         columns.stop_ids[row] = -1
-        columns.is_slow[row] = bool(params.stop) or len(sequence.stop_ids) > STOP_COLUMNS
+        columns.is_slow[row] = (
+            bool(params.stop or params.grammar) or len(sequence.stop_ids) > STOP_COLUMNS
+        )
         columns.wants_logprobs[row] = params.num_logprobs >= 0
         if len(sequence.stop_ids) <= STOP_COLUMNS:
             columns.stop_ids[row, : len(sequence.stop_ids)] = sorted(sequence.stop_ids)
-        columns.num_blocks[row] = 0
         columns.last_time_ns[row] = sequence.last_time_ns
-        self.sampling.set(row, params, tuple(sequence.stop_ids), num_tokens - num_prompt)
-        self._grow(sequence, int(self._blocks_for(num_tokens)))
+        self.sampling.set(
+            row,
+            params,
+            tuple(sequence.stop_ids),
+            num_tokens - num_prompt,
+            columns.token_ids[row],
+            num_prompt,
+        )
+        self.tables.enter(sequence, found, int(self._blocks_for(num_tokens)))
         sequence.is_prefilling = True
         self._prefilling.append(sequence)
         if not sequence.admitted_ns:
@@ -202,13 +225,6 @@ class Scheduler:
         self.by_row[row] = sequence
         self.running.append(sequence)
         self._decode_rows = None
-
-    def _grow(self, sequence: Sequence, count: int) -> None:
-        new = self.blocks.allocate(count)
-        row, have = sequence.row, len(sequence.blocks)
-        sequence.blocks += new
-        self.columns.block_table[row, have : have + count] = new
-        self.columns.num_blocks[row] = have + count
 
     def _preempt(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -228,9 +244,7 @@ class Scheduler:
             self._prefilling.remove(sequence)
             sequence.is_prefilling = False
         self.by_row[row] = None
-        self.blocks.release(sequence.blocks)
-        self.columns.block_table[row, : len(sequence.blocks)] = 0
-        sequence.blocks = []
+        self.tables.leave(sequence)
         sequence.row = -1
         self.sampling.clear(row)
         self.columns.give_row(row)
@@ -249,9 +263,28 @@ class Scheduler:
         sequence.yields = is_paused and yields
         self._decode_rows = None
 
-    def advance(self, batch: Batch, now_ns: int) -> None:
-        """The batch was computed, its tokens known at `now_ns`: its keys and values are in the cache."""
-        self.columns.num_computed[batch.rows] = batch.kv_lens
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes; those who run keep their blocks, and nobody will find them."""
+        self.tables.flush(self.running)
+
+    def advance(self, batch: Batch, now_ns: int, failed: tuple[int, ...] = ()) -> None:
+        """The batch was computed, its tokens known at `now_ns`: its keys and values are in the cache.
+
+        `failed` is as in `StepOutput`. Called before the step's tokens are appended.
+        """
+        columns = self.columns
+        columns.num_computed[batch.rows] = batch.kv_lens
+        for index in failed:
+            broken = self.by_row[int(batch.rows[batch.sample_seqs[index]])]
+            if broken is not None:
+                self.tables.distrust(broken, self.running)
+        # A guessed token is not known yet: its block is indexed in the step after it was kept.
+        known = np.minimum(batch.kv_lens, columns.num_tokens[batch.rows])
+        is_due = known - columns.num_indexed[batch.rows] >= self.info.block_size
+        for index in np.flatnonzero(is_due).tolist():
+            sequence = self.by_row[int(batch.rows[index])]
+            if sequence is not None:
+                self.tables.index(sequence, int(known[index]), is_computed=True)
         if batch.is_decode:
             return
         for index in batch.sample_seqs.tolist():
@@ -297,23 +330,18 @@ class Scheduler:
             kv_lens=kv_lens,
             sample_seqs=np.flatnonzero(kv_lens == columns.num_tokens[rows]).astype(np.int32),
             is_decode=not chunks,
+            prompt_parts=prompt_parts(columns, chunks, num_decode, cu),
         )
 
     def check(self) -> None:
         """Raise AssertionError unless the law holds."""
-        self.blocks.check()
-        held = [block for s in self.running for block in s.blocks]
-        assert len(set(held)) == len(held), "two sequences hold one block"
-        assert self.blocks.num_used == len(held), (self.blocks.num_used, len(held))
+        self.tables.check(self.running)
         assert self.columns.num_free_rows + len(self.running) == self.max_num_seqs
         for sequence in self.running:
             row = sequence.row
             assert self.by_row[row] is sequence
-            n = len(sequence.blocks)
-            assert self.columns.num_blocks[row] == n
-            assert self.columns.block_table[row, :n].tolist() == sequence.blocks
-            assert self.columns.num_computed[row] <= self.columns.num_tokens[row]
-            assert n * self.info.block_size >= self.columns.num_computed[row]
+            num_slots = len(sequence.blocks) * self.info.block_size
+            assert self.columns.num_computed[row] <= min(self.columns.num_tokens[row], num_slots)
             assert sequence.is_prefilling == (sequence in self._prefilling)
         for sequence in self.waiting:
             assert sequence.row == -1 and not sequence.blocks

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from shmserve.token_bytes import TokenBytes
 from shmserve.worker.batch import F4, I4, Batch, StepOutput
+from shmserve.worker.grammars import allowed
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
 
@@ -110,6 +111,10 @@ class SimulatedRunner:
                 ids, values = sampling.bias[row]
                 if values.max() >= FORCING_BIAS:
                     token_ids[i, 0] = ids[values.argmax()]
+        for i, row in enumerate(rows.tolist() if sampling.masks else ()):
+            if row in sampling.masks:
+                may = np.flatnonzero(allowed(sampling.masks[row][None], self.info.vocab_size)[0])
+                token_ids[i, 0] = may[drawn[i] % len(may)] if len(may) else self._eos_id
         counts = None
         if self._script:
             token_ids, counts = self._follow_script(rows, token_ids, sampling)

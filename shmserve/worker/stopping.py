@@ -1,6 +1,6 @@
 """Where completions end: the stop conditions of one step, in their fixed order.
 
-    1 stop string   2 stop token or EOS   3 length (tokens, context)     inside a step of several tokens, position by position
+    1 stop string   2 stop token or EOS   3 length (tokens, context)   4 the grammar's end     inside a step of several tokens, position by position
 
 Owns: the decision. Never: frees anything. A sequence without stop strings is judged in columns; one with them token by token,
 over bytes, by its `StopMatcher`. Worker's main thread only.
@@ -9,6 +9,7 @@ over bytes, by its `StopMatcher`. Worker's main thread only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from shmserve.wire import KEEP_ALL
 from shmserve.worker.columns import Columns
 from shmserve.worker.sequence import Sequence
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -28,6 +32,8 @@ class Ending:
     matched_token: int = -1
     matched_stop: int = -1
     keep_bytes: int = KEEP_ALL
+    fault: str = ""
+    """Of an ERROR, for the client."""
 
 
 class StopConditions:
@@ -62,9 +68,18 @@ class StopConditions:
             return Ending(FinishReason.STOP_TOKEN, matched_token=token_id)
         if num_left <= 0:
             return Ending(FinishReason.LENGTH)
+        if sequence.grammar is not None:
+            return advance_grammar(sequence.grammar, token_id)
         return None
 
     def _text_of(self, sequence: Sequence, token_id: int) -> bytes:
         if sequence.params.skip_special_tokens and token_id in self._special_ids:
             return b""
         return self._token_bytes[token_id]
+
+
+def advance_grammar(grammar: LLMatcher, token_id: int) -> Ending | None:
+    """The matcher has this token behind it; the ending if nothing may follow."""
+    if not grammar.consume_token(token_id):
+        return Ending(FinishReason.ERROR, fault=f"the grammar failed: {grammar.get_error()}")
+    return Ending(FinishReason.GRAMMAR) if grammar.is_stopped() else None

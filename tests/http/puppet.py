@@ -26,6 +26,7 @@ from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
 from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.listener import Listener
+from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
@@ -186,6 +187,7 @@ class Puppet(Rings):
             served_name=model.name,
             tokenizer=tokenizer,
             template=ChatTemplate(model.chat_template, tokenizer.special_tokens),
+            grammars=Grammars(model),
             client=self.client,
             admission=Admission(self.client, 4, http.max_queued_requests),
             turnstile=Turnstile(self.client.is_behind),
@@ -214,6 +216,7 @@ class Puppet(Rings):
         self._listener.close()
         await self._runner.cleanup()
         self.front.tokenizer.close()
+        self.front.grammars.close()
         await super().__aexit__(*rest)
 
     async def ask(

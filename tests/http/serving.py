@@ -91,7 +91,7 @@ class Stream:
             elif line.startswith(b"data: "):
                 yield line[6:-1].decode()
             else:
-                assert line == b"\n", line
+                assert line == b"\n" or line.startswith(b"event: "), line
 
     def objects(self) -> list[dict[str, Any]]:
         """Every event but [DONE], which must be the last, and there only once; then the body ends."""

@@ -371,9 +371,6 @@ UNSUPPORTED = {
         "prompt_logprobs": 1,
     },
     "/v1/chat/completions": {
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "tool_choice": "auto",
-        "response_format": {"type": "json_object"},
         "functions": [{}],
         "chat_template": "x",
     },
@@ -382,9 +379,6 @@ COMMON = {
     "frequency_penalty": 0.5,
     "presence_penalty": -0.5,
     "repetition_penalty": 1.1,
-    "cache_salt": "x",
-    "guided_json": {},
-    "regex": "a",
     "allowed_token_ids": [1],
     "bad_words": ["x"],
 }
@@ -408,7 +402,6 @@ def test_a_field_of_generate_that_is_not_honoured_yet_is_refused_by_name(asker):
     for name, value in {
         "frequency_penalty": 1,
         "repetition_penalty": 2,
-        "json_schema": "{}",
     }.items():
         error = refused(asker, "/generate", with_sampling("/generate", **{name: value}))
         assert (error["param"], error["code"]) == (name, "unsupported_parameter")

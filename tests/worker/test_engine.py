@@ -68,7 +68,7 @@ def test_a_step_is_published_once(rig):
 def test_board_counts_what_was_done(rig):
     r = rig()
     r.front.submit(1, prompt=(3,) * 5, max_tokens=4)
-    r.front.submit(2, prompt=(3,) * 6, max_tokens=9)
+    r.front.submit(2, prompt=(4,) * 6, max_tokens=9)
     r.step()
     assert (r.board["running"], r.board["waiting"], r.board["kv_blocks_used"]) == (2, 0, 4)
     assert r.board["phase"] == Phase.PREFILL
@@ -231,7 +231,11 @@ def test_no_bytes_of_a_front_end_end_the_worker(new_rig, units):
             r.step()
         r.run_dry()
         assert set(r.front.submitted) <= set(r.front.finished)
-        assert all(r.front.finished[n].finish == FinishReason.LENGTH for n in r.front.submitted)
+        ends = {r.front.finished[n].finish for n in r.front.submitted}
+        may = {FinishReason.LENGTH}
+        if any(isinstance(unit, tuple) and unit[0] == wire.SubmitKind.ABORT_BY_ID for unit in units):
+            may.add(FinishReason.ABORT)  # noise that says: all of them
+        assert ends <= may
         r.assert_idle()
     finally:
         r.close()

@@ -37,8 +37,8 @@ class Asked:
     def abort(self, req_id):
         self.calls.append(("abort", req_id))
 
-    def abort_by_digest(self, digest):
-        self.calls.append(("abort_by_digest", digest))
+    def abort_by_digest(self, req_id, http, digest):
+        self.calls.append(("abort_by_digest", req_id, http, digest))
 
     def set_paused(self, req_id, is_paused):
         self.calls.append(("set_paused", req_id, is_paused))
@@ -103,7 +103,7 @@ def test_each_kind_asks_for_what_it_says(way):
     assert way.drain() == [
         ("submit", 1, 3),
         ("abort", 2),
-        ("abort_by_digest", digest),
+        ("abort_by_digest", 0, 3, digest),
         ("set_paused", 3, True),
         ("set_paused", 4, False),
         ("flush_cache", 5, 3),

@@ -25,20 +25,32 @@ class Bench:
         max_model_len=64,
         most_tokens=1,
         eos_ids=(EOS,),
+        **options,
     ):
         info = RunnerInfo("fake", 100, max_model_len, num_blocks, block_size, most_tokens)
         self.scheduler = Scheduler(
-            info, max_num_seqs=num_rows, max_num_batched_tokens=budget, eos_ids=eos_ids
+            info,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=budget,
+            eos_ids=eos_ids,
+            **options,
         )
         self.num_added = 0
         self.now_ns = 0
 
-    def add(self, num_prompt=3, **params) -> Sequence:
+    def add(self, num_prompt=3, *, prompt=None, cache_salt=b"", **params) -> Sequence:
         self.num_added += 1
         params.setdefault("max_tokens", 50)
-        prompt = np.arange(num_prompt, dtype=np.int32)
+        if prompt is None:  # nobody else's
+            prompt = 1000 * self.num_added + np.arange(num_prompt)
         sequence = Sequence(
-            self.num_added, 0, SamplingParams(**params), prompt, self.num_added, self.now_ns
+            self.num_added,
+            0,
+            SamplingParams(**params),
+            np.array(prompt, np.int32),
+            self.num_added,
+            self.now_ns,
+            cache_salt=cache_salt,
         )
         self.scheduler.add(sequence)
         return sequence
@@ -129,8 +141,9 @@ def test_priority_comes_before_arrival_in_the_waiting_list():
     assert list(bench.step()) == [urgent]
 
 
-def test_the_last_in_order_is_preempted_and_continues_with_the_same_tokens():
-    bench = Bench(num_blocks=5, block_size=4)
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_the_last_in_order_is_preempted_and_continues_with_the_same_tokens(caches_prefixes):
+    bench = Bench(num_blocks=5, block_size=4, caches_prefixes=caches_prefixes)
     first, last = bench.add(4), bench.add(6)
     bench.step()
     bench.step()  # 6 and 8 tokens: all four blocks are taken
@@ -144,7 +157,9 @@ def test_the_last_in_order_is_preempted_and_continues_with_the_same_tokens():
     assert bench.scheduler.num_preempted == 1
     bench.scheduler.remove(first)
     computed = bench.step()
-    assert computed == {last: len(last.token_ids)}  # recomputed whole
+    # Recomputed whole, or from what nobody has needed the room of: 9 tokens, both full blocks are still there.
+    assert computed == {last: 1 if caches_prefixes else 9}
+    assert last.cached_tokens == 0  # its own do not count
     assert bench.started == [last]
     assert bench.scheduler.columns.token_ids[last.row, :8].tolist() == tokens
     assert bench.scheduler.num_admitted == 2  # an admission is counted once
@@ -320,6 +335,240 @@ def test_min_tokens_mask_names_every_stop_id_and_knows_what_was_generated():
     batch, _ = bench.scheduler.schedule(1, 1)
     assert sampling.position[batch.rows].tolist() == [1]
     assert sampling.min_tokens[batch.rows].tolist() == [3]
+
+
+# -- the prefix cache ------------------------------------------------------------------------------------------------------
+
+
+def finish(bench, sequence, num_steps=1):
+    for _ in range(num_steps):
+        bench.step()
+    bench.scheduler.remove(sequence)
+
+
+def test_a_second_request_computes_what_the_first_has_not():
+    bench = Bench(budget=64)
+    finish(bench, bench.add(prompt=range(20)))
+    second = bench.add(prompt=[*range(17), 70, 71])
+    assert bench.step() == {second: 3}
+    assert second.cached_tokens == 16
+    assert bench.batch.positions.tolist() == [16, 17, 18]
+    tables = bench.scheduler.tables
+    assert (tables.num_query_tokens, tables.num_hit_tokens) == (39, 16)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed():
+    bench = Bench()
+    finish(bench, bench.add(prompt=range(8)))
+    again = bench.add(prompt=range(8))
+    assert bench.step() == {again: 4}
+    assert again.cached_tokens == 4
+
+
+def test_identical_prompts_admitted_together_are_computed_once():
+    bench = Bench(budget=64)
+    a, b, c = (bench.add(prompt=range(18)) for _ in range(3))
+    assert bench.step() == {a: 18, b: 2, c: 2}
+    assert a.blocks[:4] == b.blocks[:4] == c.blocks[:4]
+    assert len({a.blocks[4], b.blocks[4], c.blocks[4]}) == 3
+    assert bench.scheduler.blocks.num_used == 7
+
+
+def test_chunks_of_others_are_taken_over_even_in_the_middle_of_a_block():
+    bench = Bench(budget=16, num_rows=3)
+    other = bench.add(3)
+    bench.step()
+    # 15 tokens are left for prompts: the short prompt leaves 5 of them, the budget of the next step ends in a block.
+    a, b = bench.add(prompt=range(40)), bench.add(prompt=range(40))
+    assert bench.step() == {other: 1, a: 15}
+    assert bench.step() == {other: 1, a: 15}
+    assert bench.step() == {other: 1, a: 10, b: 4}
+    assert b.cached_tokens == 36, "all but the block with the last token"
+    assert b.blocks[:9] == a.blocks[:9]
+
+
+def test_who_began_alone_goes_on_with_what_another_has_computed_meanwhile():
+    bench = Bench(budget=6, num_rows=2)
+    slow = bench.add(prompt=range(30))
+    assert bench.step() == {slow: 6}  # half of its second block
+    bench.scheduler.set_paused(slow, True)
+    fast = bench.add(prompt=range(30))
+    assert bench.step() == {fast: 6}
+    assert fast.cached_tokens == 4
+    while fast.is_prefilling:
+        bench.step()
+    bench.scheduler.set_paused(slow, False)
+    assert bench.step() == {fast: 1, slow: 2}
+    assert slow.cached_tokens == 22  # of 30: 6 it had computed before, 2 now
+    assert slow.blocks[:7] == fast.blocks[:7]
+
+
+def test_answers_of_earlier_turns_are_found():
+    bench = Bench(budget=64)
+    first = bench.add(prompt=range(6))
+    for _ in range(8):
+        bench.step()
+    turn = bench.scheduler.columns.token_ids[first.row, :14].tolist()
+    bench.scheduler.remove(first)
+    next_turn = bench.add(prompt=[*turn, 90, 91])
+    assert bench.step() == {next_turn: 4}
+    assert next_turn.cached_tokens == 12
+
+
+def test_blocks_that_two_compute_at_the_same_time_become_one():
+    bench = Bench(num_rows=2)
+    a, b = bench.add(prompt=range(4)), bench.add(prompt=range(4))
+    bench.step()
+    assert a.blocks[0] == b.blocks[0], "both computed their only block, one of them was kept"
+    for _ in range(5):
+        bench.step()
+    assert a.blocks[:2] == b.blocks[:2]
+    assert a.blocks[2] != b.blocks[2]
+
+
+def test_salts_keep_requests_apart():
+    bench = Bench(budget=64)
+    finish(bench, bench.add(prompt=range(20), cache_salt=b"mine"))
+    other = bench.add(prompt=range(20), cache_salt=b"yours")
+    none = bench.add(prompt=range(20))
+    same = bench.add(prompt=range(20), cache_salt=b"mine")
+    assert bench.step() == {other: 20, none: 20, same: 4}
+
+
+def test_prompt_logprobs_compute_every_position_and_leave_their_blocks():
+    bench = Bench(budget=64)
+    finish(bench, bench.add(prompt=range(20)))
+    whole = bench.add(prompt=range(20), prompt_logprobs=0)
+    assert bench.step() == {whole: 20}
+    assert whole.cached_tokens == 0
+    finish(bench, whole)
+    assert bench.scheduler.tables.cache.num_cached == 5
+
+
+def test_the_least_recently_used_end_is_given_up_first_and_only_when_needed():
+    bench = Bench(num_blocks=9, budget=64)
+    finish(bench, bench.add(prompt=range(0, 13)))  # three full blocks
+    finish(bench, bench.add(prompt=range(100, 113)))
+    assert bench.scheduler.tables.cache.num_cached == 6
+    big = bench.add(prompt=range(200, 212), max_tokens=1)
+    bench.step()
+    assert bench.scheduler.tables.cache.num_cached == 6 - 1 + 3
+    bench.scheduler.remove(big)
+    kept = bench.add(prompt=range(100, 113))
+    cut = bench.add(prompt=range(0, 13))
+    # The block that `kept` needs is the next of the oldest, whose first block alone is left.
+    assert bench.step() == {kept: 1, cut: 9}
+
+
+def test_who_shares_needs_fewer_blocks_to_be_admitted():
+    bench = Bench(num_blocks=7, budget=64)
+    a = bench.add(prompt=range(16))
+    bench.step()
+    assert bench.scheduler.blocks.num_free == 2
+    other, same = bench.add(prompt=range(500, 516)), None
+    assert bench.step() == {a: 1}
+    bench.scheduler.remove(other)
+    same = bench.add(prompt=range(17))
+    assert bench.step() == {a: 1, same: 1}
+
+
+def test_nobody_yields_for_blocks_that_would_stay_held():
+    bench = Bench(num_blocks=9, budget=64)
+    running, slow = bench.add(prompt=range(17)), bench.add(prompt=range(17))
+    bench.step()
+    bench.scheduler.set_paused(slow, True, yields=True)
+    assert bench.scheduler.blocks.num_free == 2
+    bench.add(16)  # four blocks; `slow` has five, of which four are held by `running` too
+    assert list(bench.step()) == [running]
+    assert slow.num_retractions == 0
+
+
+def test_nobody_yields_blocks_that_whoever_waits_would_only_take_over():
+    bench = Bench(num_blocks=9, budget=64)
+    running, slow = bench.add(12), bench.add(prompt=range(17))
+    bench.step()
+    assert bench.scheduler.blocks.num_free == 0
+    bench.scheduler.set_paused(slow, True, yields=True)
+    # Seven blocks, of which it finds four at `slow`: three are missing, and `slow` would give back one.
+    bench.add(prompt=range(28))
+    bench.scheduler.set_paused(running, True)  # it would need a block too
+    assert bench.step() is None
+    assert slow.num_retractions == 0
+
+
+def test_flush_forgets_what_was_computed_and_what_goes_on_from_it():
+    bench = Bench(budget=64)
+    finish(bench, bench.add(prompt=range(20)))
+    running = bench.add(prompt=range(20))
+    bench.step()
+    bench.scheduler.flush_cache()
+    bench.scheduler.check()
+    assert bench.scheduler.blocks.num_used == len(running.blocks) == 5
+    for _ in range(9):
+        bench.step()
+    after = bench.add(prompt=range(20))
+    assert bench.step() == {running: 1, after: 20}
+    bench.scheduler.remove(running)
+    bench.scheduler.check()
+
+
+def test_without_the_cache_nothing_is_found_or_kept():
+    bench = Bench(budget=64, caches_prefixes=False)
+    finish(bench, bench.add(prompt=range(20)))
+    again = bench.add(prompt=range(20))
+    assert bench.step() == {again: 20}
+    tables = bench.scheduler.tables
+    assert (tables.cache.num_cached, tables.num_query_tokens, again.cached_tokens) == (0, 0, 0)
+
+
+def test_a_runner_that_cannot_share_blocks_is_heeded():
+    info = RunnerInfo("fake", 100, 64, 33, 4, supports_prefix_cache=False)
+    scheduler = Scheduler(info, max_num_seqs=2, max_num_batched_tokens=32, eos_ids=())
+    assert not scheduler.tables.is_caching
+
+
+def test_a_sequence_that_breaks_leaves_nothing_and_those_that_share_go_on():
+    bench = Bench(budget=64)
+    broken, sharer = bench.add(prompt=range(20)), bench.add(prompt=range(20))
+    bench.step()
+    scheduler = bench.scheduler
+    batch, _ = scheduler.schedule(1, 1)
+    scheduler.advance(batch, 1, failed=(0,))
+    scheduler.remove(broken)
+    scheduler.check()
+    assert scheduler.tables.cache.num_cached == 0
+    assert sharer.row >= 0 and len(sharer.blocks) == 6
+    scheduler.remove(sharer)
+    scheduler.check()
+    assert scheduler.tables.cache.num_cached == 0
+    assert scheduler.blocks.num_used == 0
+
+
+def test_guessed_tokens_are_found_only_when_they_were_kept():
+    """A runner that speculates: the commit says how many of the tokens were verified."""
+    bench = Bench(most_tokens=4, budget=64)
+    sequence = bench.add(prompt=range(6))
+    bench.step()
+    columns = bench.scheduler.columns
+    batch, _ = bench.scheduler.schedule(1, 1)
+    bench.scheduler.advance(batch, 1)
+    row = sequence.row  # 7 tokens; three guesses of four are kept
+    columns.token_ids[row, 7:10] = [50, 51, 52]
+    columns.num_tokens[row], columns.num_computed[row] = 10, 9
+    assert columns.num_indexed[row] == 4
+    bench.scheduler.remove(sequence)
+    bench.scheduler.check()
+    again = bench.add(prompt=[*range(6), 6, 50, 51, 52])
+    assert bench.step() == {again: 2}
+
+
+def test_without_chunks_a_prompt_is_computed_whole_whatever_the_budget_is():
+    bench = Bench(budget=8, num_rows=3, chunks_prompts=False)
+    running = bench.add(3)
+    bench.step()
+    long, later = bench.add(20), bench.add(5)
+    assert bench.step() == {running: 1, long: 20}
+    assert bench.step() == {running: 1, long: 1, later: 5}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""The scheduler under every order of arrivals, aborts, pauses and steps that chance finds, over a KV memory that tells.
+"""The scheduler under every order of arrivals, aborts, pauses, failures, flushes and steps that chance finds, over a KV memory that tells.
 
-Blocks and rows are so few that sequences are preempted all the time. The machine keeps its own list of each sequence's tokens;
-a step writes (request, position, token) into the KV memory where the batch says, and then reads, for each sequence, all
-that the batch says is there: a block given away too early, or a position computed twice or never, is seen at once.
+Blocks and rows are so few that sequences are preempted all the time, and prompts so alike that most find others' blocks in the
+prefix cache. The machine keeps its own list of each sequence's tokens. A step writes into the KV memory, where the batch says,
+what real keys and values are a function of: all tokens up to there (and the salt, and how often the cache was flushed before).
+Then every running sequence reads all that it has: a block given away too early, found under another prefix, written by
+two, or never computed, is seen at once.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from shmserve.worker.scheduler import NeverFitsError, Scheduler
 from shmserve.worker.sequence import Sequence
 
 MAX_MODEL_LEN = 24
+POISON = "not a number"
 
 
-def token_at(req_id: int, position: int) -> int:
-    """The model: a token depends on the request and the position alone."""
-    return (req_id * 31 + position * 7) % 1000
+def next_token(seed: int, tokens: list[int]) -> int:
+    """The model: a token depends on all before it, and on the request's seed. There are few, so that prefixes meet again."""
+    return (seed + sum(tokens) * 5 + len(tokens)) % 3
 
 
 class Scheduling(RuleBasedStateMachine):
@@ -43,13 +46,25 @@ class Scheduling(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         budget=st.integers(1, 12),
         most_tokens=st.integers(1, 4),
+        caches=st.sampled_from([True, True, True, False]),
+        chunks=st.sampled_from([True, True, True, False]),
     )
-    def begin(self, num_rows, num_blocks, block_size, budget, most_tokens):
+    def begin(self, num_rows, num_blocks, block_size, budget, most_tokens, caches, chunks):
         self.info = RunnerInfo("fake", 1000, MAX_MODEL_LEN, num_blocks, block_size, most_tokens)
         self.scheduler = Scheduler(
-            self.info, max_num_seqs=num_rows, max_num_batched_tokens=budget, eos_ids=()
+            self.info,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=budget,
+            eos_ids=(),
+            caches_prefixes=caches,
+            chunks_prompts=chunks,
         )
+        self.caches, self.chunks = caches, chunks
         self.kv = [None] * (num_blocks * block_size)
+        self.num_flushes = 0
+        self.flushes_at_admission: dict[Sequence, int] = {}
+        self.num_computed: dict[Sequence, int] = {}
+        self.is_poisoned: set[Sequence] = set()
         self.tokens: dict[Sequence, list[int]] = {}
         self.last_ns: dict[Sequence, int] = {}
         self.step_number = 0
@@ -60,12 +75,38 @@ class Scheduling(RuleBasedStateMachine):
         num_prompt=st.integers(1, MAX_MODEL_LEN),
         max_tokens=st.integers(1, 12),
         priority=st.integers(-1, 1),
+        kind=st.integers(0, 1),
+        salt=st.sampled_from([b"", b"", b"", b"a", b"b"]),
+        copies=st.sampled_from([1, 1, 1, 3]),
+        prompt_logprobs=st.sampled_from([-1, -1, -1, 0]),
     )
-    def add(self, num_prompt, max_tokens, priority):
-        number = len(self.tokens) + 1
-        prompt = [token_at(number, position) for position in range(num_prompt)]
-        params = SamplingParams(max_tokens=max_tokens, priority=priority, seed=number)
-        sequence = Sequence(number, 0, params, np.array(prompt, np.int32), number, 1)
+    def add(self, num_prompt, max_tokens, priority, kind, salt, copies, prompt_logprobs):
+        """`copies` requests whose prompt begins as others do and has an end of its own half of the time."""
+        prompt = [(kind + position // 3) % 3 for position in range(num_prompt)]
+        for _ in range(copies):
+            seed = len(self.tokens) + 1
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                priority=priority,
+                seed=seed,
+                prompt_logprobs=prompt_logprobs,
+            )
+            self.submit(prompt, params, salt)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), question=st.lists(st.integers(0, 2), max_size=3))
+    def add_next_turn(self, data, question):
+        """A request that goes on from the prompt and the answer of another one, finished or not."""
+        earlier = data.draw(st.sampled_from(list(self.tokens)))
+        params = SamplingParams(max_tokens=4, seed=len(self.tokens) + 1)
+        self.submit(self.tokens[earlier] + question, params, earlier.cache_salt)
+
+    def submit(self, prompt, params, salt):
+        number, num_prompt = params.seed, len(prompt)
+        prompt = list(prompt)
+        sequence = Sequence(
+            number, 0, params, np.array(prompt, np.int32), number, 1, cache_salt=salt
+        )
         try:
             self.scheduler.add(sequence)
         except NeverFitsError:
@@ -73,6 +114,13 @@ class Scheduling(RuleBasedStateMachine):
             return
         assert num_prompt < self.scheduler.capacity_tokens
         self.tokens[sequence] = prompt
+        self.num_computed[sequence] = 0
+
+    @rule()
+    def flush(self):
+        self.scheduler.flush_cache()
+        self.num_flushes += 1
+        assert self.scheduler.tables.cache.num_cached == 0
 
     def alive(self) -> list[Sequence]:
         return [*self.scheduler.running, *self.scheduler.waiting]
@@ -103,7 +151,12 @@ class Scheduling(RuleBasedStateMachine):
         for num_made in made:
             self.compute(num_made)
 
-    def compute(self, num_made: int) -> bool:
+    @rule(number=st.integers(0, 3))
+    def step_that_breaks(self, number):
+        """Of one sequence the newest keys and values, and so the logits, are no numbers."""
+        self.compute(1, breaks=number)
+
+    def compute(self, num_made: int, breaks: int | None = None) -> bool:
         """One step in which every sampled sequence makes up to `num_made` tokens; False if there was nothing to compute."""
         scheduler = self.scheduler
         self.step_number += 1
@@ -111,28 +164,61 @@ class Scheduling(RuleBasedStateMachine):
         batch, started = scheduler.schedule(self.step_number, self.step_number)
         scheduler.check()
         assert waited >= {s for s in started if not s.num_retractions}
+        for sequence in started:
+            self.flushes_at_admission[sequence] = self.num_flushes
+            assert self.caches or sequence.cached_tokens == 0
+            assert sequence.params.prompt_logprobs < 0 or sequence.cached_tokens == 0
         if batch is None:
             assert not started
             assert all(s.is_paused for s in scheduler.running), "somebody could have run"
             self.assert_nobody_is_kept_out()
             return False
         self.assert_consistent(batch)
-        self.write_and_read(batch)
-        scheduler.advance(batch, self.step_number)
-        for index in batch.sample_seqs.tolist():
-            self.append(scheduler.by_row[int(batch.rows[index])], num_made)
+        failed = self.write_and_read(batch, breaks)
+        in_batch = [scheduler.by_row[int(batch.rows[index])] for index in batch.sample_seqs]
+        scheduler.advance(batch, self.step_number, failed)
+        for index, sequence in enumerate(in_batch):
+            self.assert_counted(sequence)
+            if index in failed:
+                scheduler.remove(sequence)
+            else:
+                self.append(sequence, num_made)
+        self.assert_kept()
         return True
+
+    def assert_counted(self, sequence):
+        """What a prompt was found to be in the cache and what was computed of it are the prompt."""
+        if (
+            not sequence.num_retractions
+            and len(self.tokens[sequence]) == sequence.num_prompt_tokens
+        ):
+            found = sequence.num_prompt_tokens - self.num_computed[sequence]
+            assert sequence.cached_tokens == found
+
+    def assert_kept(self):
+        """Whoever runs can read all that it has computed, and what is cached is what it is found by."""
+        for sequence in self.scheduler.running:
+            computed = int(self.scheduler.columns.num_computed[sequence.row])
+            assert self.read(sequence, sequence.blocks, computed) == (sequence in self.is_poisoned)
+        cache, size = self.scheduler.tables.cache, self.info.block_size
+        for block in range(self.info.num_blocks):
+            node = cache.node_of(block)
+            for at in range(size if node else 0):
+                entry = self.kv[block * size + at]
+                assert entry not in (None, POISON) and entry[2][-1] == node.tokens[4 * at]
 
     def assert_nobody_is_kept_out(self):
         """Whoever waits and could run needs more than what is free and what paused sequences would yield."""
         first = next((s for s in self.scheduler.waiting if not s.is_paused), None)
         if first is None:
             return
-        running = self.scheduler.running
-        free = self.scheduler.blocks.num_free + sum(len(s.blocks) for s in running if s.yields)
+        running, blocks = self.scheduler.running, self.scheduler.blocks
         num_rows = self.scheduler.columns.num_free_rows + sum(s.yields for s in running)
         reach = min(len(self.tokens[first]) + self.info.max_tokens_per_step - 1, MAX_MODEL_LEN)
-        assert num_rows == 0 or free < -(-reach // self.info.block_size)
+        found = {node.block for node in self.scheduler.tables.found_for(first)}
+        stays = {block for s in running if not s.yields for block in s.blocks}
+        free = blocks.num_blocks - 1 - len(stays | found)
+        assert num_rows == 0 or free < -(-reach // self.info.block_size) - len(found)
 
     def assert_consistent(self, batch: Batch):
         scheduler, size = self.scheduler, self.info.block_size
@@ -141,7 +227,9 @@ class Scheduling(RuleBasedStateMachine):
         assert batch.cu_seqlens[-1] == batch.num_tokens == len(batch.positions)
         assert len(set(batch.rows.tolist())) == batch.num_seqs
         assert len(set(batch.kv_slots.tolist())) == batch.num_tokens
-        assert batch.num_tokens <= scheduler.max_num_batched_tokens
+        assert batch.num_tokens <= scheduler.max_num_batched_tokens + MAX_MODEL_LEN * (
+            not self.chunks
+        )
         sampled = []
         for index, row in enumerate(batch.rows.tolist()):
             sequence = scheduler.by_row[row]
@@ -170,19 +258,44 @@ class Scheduling(RuleBasedStateMachine):
         for sequence in scheduler.running:
             assert sequence.is_paused or sequence.is_prefilling or sequence.row in in_batch
 
-    def write_and_read(self, batch: Batch):
-        size = self.info.block_size
-        for index, row in enumerate(batch.rows.tolist()):
-            owner = self.scheduler.by_row[row].req_id
+    def entry_of(self, sequence: Sequence, position: int):
+        """What the keys and values of a position are a function of, and when they were made."""
+        salt, tokens = sequence.cache_salt, self.tokens[sequence]
+        return (self.num_flushes, salt, tuple(tokens[: position + 1]))
+
+    def write_and_read(self, batch: Batch, breaks: int | None) -> tuple[int, ...]:
+        """All rows write, then all read; indices of the sampled sequences whose logits are no numbers."""
+        sequences = [self.scheduler.by_row[row] for row in batch.rows.tolist()]
+        sampled = batch.sample_seqs.tolist()
+        broken = (
+            sequences[sampled[breaks % len(sampled)]] if breaks is not None and sampled else None
+        )
+        for index, sequence in enumerate(sequences):
             for at in range(batch.cu_seqlens[index], batch.cu_seqlens[index + 1]):
-                entry = (owner, int(batch.positions[at]), int(batch.token_ids[at]))
-                self.kv[batch.kv_slots[at]] = entry
-        for index, row in enumerate(batch.rows.tolist()):
-            sequence, table = self.scheduler.by_row[row], batch.block_table[index].tolist()
-            for position in range(batch.kv_lens[index]):
-                entry = self.kv[table[position // size] * size + position % size]
-                wanted = (sequence.req_id, position, self.tokens[sequence][position])
-                assert entry == wanted, "the keys and values of somebody else, or of nobody"
+                entry = self.entry_of(sequence, int(batch.positions[at]))
+                is_last = at == batch.cu_seqlens[index + 1] - 1
+                is_poison = sequence in self.is_poisoned or (is_last and sequence is broken)
+                self.kv[batch.kv_slots[at]] = POISON if is_poison else entry
+                self.num_computed[sequence] += 1
+        for index, sequence in enumerate(sequences):
+            table = batch.block_table[index].tolist()
+            if self.read(sequence, table, int(batch.kv_lens[index])):
+                self.is_poisoned.add(sequence)
+        return tuple(i for i, at in enumerate(sampled) if sequences[at] in self.is_poisoned)
+
+    def read(self, sequence: Sequence, table: list[int], count: int) -> bool:
+        """Read the first `count` positions; True if there is poison among them."""
+        size, is_poisoned = self.info.block_size, False
+        least = self.flushes_at_admission[sequence]
+        for position in range(count):
+            entry = self.kv[table[position // size] * size + position % size]
+            if entry == POISON:
+                is_poisoned = True
+                continue
+            wanted = self.entry_of(sequence, position)
+            assert entry is not None and entry[1:] == wanted[1:], "somebody else's, or nobody's"
+            assert entry[0] >= least, "it was to be forgotten"
+        return is_poisoned
 
     def append(self, sequence: Sequence, num_made: int):
         """The commit: the tokens are known, and all but the last were verified, so their keys and values are there."""
@@ -190,10 +303,11 @@ class Scheduling(RuleBasedStateMachine):
         tokens = self.tokens[sequence]
         for _ in range(min(num_made, int(columns.max_total[row]) - len(tokens))):
             position = len(tokens) - 1
-            entry = (sequence.req_id, position, tokens[position])
-            self.kv[sequence.blocks[position // size] * size + position % size] = entry
-            columns.token_ids[row, len(tokens)] = token_at(sequence.req_id, len(tokens))
-            tokens.append(token_at(sequence.req_id, len(tokens)))
+            if position >= columns.num_computed[row]:
+                slot = sequence.blocks[position // size] * size + position % size
+                self.kv[slot] = self.entry_of(sequence, position)
+            tokens.append(next_token(sequence.params.seed, tokens))
+            columns.token_ids[row, len(tokens) - 1] = tokens[-1]
             self.scheduler.sampling.position[row] += 1
         columns.num_tokens[row] = len(tokens)
         columns.num_computed[row] = len(tokens) - 1
@@ -223,7 +337,8 @@ class Scheduling(RuleBasedStateMachine):
             goal = sequence.num_prompt_tokens + sequence.params.max_tokens
             tokens = self.tokens[sequence]
             assert len(tokens) == min(goal, self.scheduler.capacity_tokens)
-            assert tokens == [token_at(sequence.req_id, p) for p in range(len(tokens))]
+            for end in range(sequence.num_prompt_tokens, len(tokens)):
+                assert tokens[end] == next_token(sequence.params.seed, tokens[:end])
 
 
 @pytest.mark.timeout(400)  # it takes seconds; making a failure small takes minutes

@@ -26,6 +26,10 @@ class Splitter(Protocol):
     @property
     def has_tool_calls(self) -> bool: ...
 
+    @property
+    def is_reasoning(self) -> bool:
+        """True while the text is inside the reasoning."""
+
     def feed(self, text: str) -> list[Delta]:
         """The deltas that `text` completes; some of it may be held."""
 
@@ -80,8 +84,13 @@ class OpenAIChoice:
         self._splitter = extras.new_splitter() if extras.new_splitter is not None else None
         self._offsets = CompletionLogprobs(extras.texts) if extras.texts is not None else None
         self._num_tokens = 0
+        self.num_reasoning_tokens = 0
         self._entry: InFlight | None = None
         self.around_text = self._around() if extras.is_plain else None
+
+    @property
+    def has_splitter(self) -> bool:
+        return self._splitter is not None
 
     def attach(self, entry: InFlight) -> OpenAIChoice:
         """The request whose logprobs and counts this choice shows."""
@@ -128,12 +137,12 @@ class OpenAIChoice:
     def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
         if self.around_text is not None:
             return event(self._chunk(self._with_text(text))) if text else b""
-        return self._events(self._split(text), token_ids)
+        return self._events(self._split(text, len(token_ids)), token_ids)
 
     def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
-        deltas = self._split(text)
+        deltas = self._split(text, len(token_ids))
         if self._splitter is not None:
-            deltas += self._splitter.finish()
+            deltas += [{"delta": delta} for delta in self._splitter.finish()]
         end = {"finish_reason": self._finish_word(entry)} | stop_details(
             entry, self._params, self._eos_ids
         )
@@ -143,9 +152,12 @@ class OpenAIChoice:
         inner: Delta = {"delta": {}} if self._is_chat else {"text": ""}
         return self._events(deltas, token_ids) + event(self._chunk(inner, **end))
 
-    def _split(self, text: str) -> list[Delta]:
+    def _split(self, text: str, num_tokens: int) -> list[Delta]:
         if self._splitter is not None:
-            return [{"delta": delta} for delta in self._splitter.feed(text)]
+            deltas = self._splitter.feed(text)
+            # By where the text is behind these tokens: the mark that ends the reasoning is none of it.
+            self.num_reasoning_tokens += num_tokens * self._splitter.is_reasoning
+            return [{"delta": delta} for delta in deltas]
         return [self._with_text(text)] if text else []
 
     def _events(self, deltas: list[Delta], token_ids: Sequence[int]) -> bytes:
@@ -192,14 +204,19 @@ class OpenAIChoice:
 
     # -- whole ------------------------------------------------------------------------------------------------------------
 
-    def whole(self, text: str, token_ids: Sequence[int], entry: InFlight) -> dict[str, Any]:
-        """The choice's object in an answer that is not streamed."""
+    def whole(self, parts: Sequence[tuple[str, Sequence[int]]], entry: InFlight) -> dict[str, Any]:
+        """The choice's object in an answer that is not streamed; `parts` are text and tokens in the order they came."""
+        text = "".join(part for part, _ in parts)
+        token_ids = entry.token_ids
         choice: dict[str, Any] = {"index": self._index}
         logprobs = None
         if self._is_chat:
             deltas = [{"content": self._extras.echo + text}]
             if self._splitter is not None:
-                deltas = self._splitter.feed(text) + self._splitter.finish()
+                deltas = [
+                    delta["delta"] for part, ids in parts for delta in self._split(part, len(ids))
+                ]
+                deltas += self._splitter.finish()
             choice["message"] = message_of(deltas)
             if self._extras.texts is not None:
                 logprobs = self._logprobs(len(token_ids))
@@ -212,6 +229,13 @@ class OpenAIChoice:
             choice["prompt_token_ids"] = list(self._extras.prompt_ids)
             choice["token_ids"] = list(token_ids)
         return choice | stop_details(entry, self._params, self._eos_ids)
+
+
+def reasoning_tokens(choices: Sequence[OpenAIChoice]) -> int | None:
+    """Over all choices; None where nothing tells reasoning from text."""
+    if not any(choice.has_splitter for choice in choices):
+        return None
+    return sum(choice.num_reasoning_tokens for choice in choices)
 
 
 def merged(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:

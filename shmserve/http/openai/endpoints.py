@@ -6,7 +6,7 @@ refusal is a real status, for streams too. Event loop's thread only.
 
 from __future__ import annotations
 
-import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,10 +15,12 @@ import numpy.typing as npt
 from aiohttp import web
 
 from shmserve.http import fields
+from shmserve.http.chat import plan_chat
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
+from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
-from shmserve.http.openai.choice import Extras, OpenAIChoice
+from shmserve.http.openai.choice import Extras, OpenAIChoice, reasoning_tokens
 from shmserve.http.openai.formats import Envelope, Kind, OpenAIStream, usage
 from shmserve.http.openai.schemas import (
     UNSUPPORTED_CHAT,
@@ -28,7 +30,6 @@ from shmserve.http.openai.schemas import (
     Sampling,
 )
 from shmserve.http.stream import Choice, SseStream
-from shmserve.http.template import continued_prompt
 from shmserve.request import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -45,15 +46,20 @@ async def chat_completions(
     front.admission.admit(
         n
     )  # before any work; again, with the truth of that moment, when it is submitted
-    ids = await front.tokenizer.encode(await _chat_prompt(front, parsed), add_bos=False)
+    chat = await plan_chat(front, parsed)
+    ids = await front.tokenizer.encode(chat.prompt, add_bos=False)
     room = front.room_for(len(ids), "messages")
     name = "max_completion_tokens" if parsed.max_completion_tokens is not None else "max_tokens"
     asked = getattr(parsed, name)
-    params = _params(
-        front, parsed, _max_tokens(name, asked, room, room), _num_chat_logprobs(parsed)
+    limit = _max_tokens(name, asked, room, room)
+    params = _params(front, parsed, limit, _num_chat_logprobs(parsed), chat.grammar)
+    wanted = choices_of(
+        ids, params, fields.seeds(parsed.seed, n), fields.cache_salt(parsed.cache_salt)
     )
-    wanted = choices_of(ids, params, fields.seeds(parsed.seed, n))
-    extras = [_extras(front, parsed, want) for want in wanted]
+    extras = [
+        replace(_extras(front, parsed, want), new_splitter=chat.new_splitter) for want in wanted
+    ]
+    wanted = [replace(want, shows=chat.shows) for want in wanted]
     return await _answer(front, request, parsed, "chat", wanted, extras, n, ignored)
 
 
@@ -65,6 +71,8 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
     front.admission.admit(n * len(prompts))
     add_bos = parsed.add_special_tokens is None or parsed.add_special_tokens
     num_logprobs = fields.num_logprobs("logprobs", parsed.logprobs)
+    grammar = await front.grammars.wanted_by(parsed)
+    salt = fields.cache_salt(parsed.cache_salt)
     wanted: list[Wanted] = []
     extras: list[Extras] = []
     for prompt in prompts:
@@ -73,9 +81,9 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
             prompt = await front.tokenizer.encode(prompt, add_bos=add_bos)
         room = front.room_for(len(prompt), "prompt")
         limit = _max_tokens("max_tokens", parsed.max_tokens, room, COMPLETION_MAX_TOKENS)
-        params = _params(front, parsed, limit, num_logprobs)
+        params = _params(front, parsed, limit, num_logprobs, grammar)
         # The same streams for every prompt: a prompt alone gives what it gives in a list.
-        choices = choices_of(prompt, params, fields.seeds(parsed.seed, n))
+        choices = choices_of(prompt, params, fields.seeds(parsed.seed, n), salt)
         echo = (text or front.tokenizer.decode(prompt)) if parsed.echo else ""
         extras += [_extras(front, parsed, want, echo) for want in choices]
         wanted += choices
@@ -148,7 +156,7 @@ def _extras(front: FrontEnd, parsed: Sampling, want: Wanted, echo: str = "") -> 
 
 
 def _params(
-    front: FrontEnd, parsed: Sampling, max_tokens: int, num_logprobs: int
+    front: FrontEnd, parsed: Sampling, max_tokens: int, num_logprobs: int, grammar: str
 ) -> SamplingParams:
     vocab_size = front.tokenizer.vocab_size
     return fields.sampling_params(
@@ -166,71 +174,11 @@ def _params(
         bias=fields.logit_bias(parsed.logit_bias, vocab_size),
         seed=0,
         num_logprobs=num_logprobs,
+        grammar=grammar,
         # vLLM's sign: lower runs earlier.
         priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
         vocab_size=vocab_size,
     )
-
-
-async def _chat_prompt(front: FrontEnd, parsed: ChatRequest) -> str:
-    template = front.template
-    if template is None:
-        raise ApiError(
-            400,
-            f"The model `{front.served_name}` has no chat template; use /v1/completions, or start the "
-            "server with --chat-template FILE.",
-            code="no_chat_template",
-        )
-    messages = [_message(i, message) for i, message in enumerate(parsed.messages)]
-    if not messages:
-        raise ApiError(400, "messages must not be empty", param="messages", code="empty_prompt")
-    kwargs = parsed.chat_template_kwargs or {}
-    opens_turn = parsed.add_generation_prompt is None or parsed.add_generation_prompt
-    if parsed.continue_final_message:
-        if parsed.add_generation_prompt:
-            raise bad_field(
-                "continue_final_message",
-                "continue_final_message and add_generation_prompt cannot both be true",
-            )
-        if messages[-1]["role"] != "assistant":
-            raise bad_field(
-                "continue_final_message",
-                "continue_final_message needs a last message of role 'assistant'",
-            )
-        return await asyncio.to_thread(continued_prompt, template, messages, kwargs)
-    if sum(len(message.get("content") or "") for message in messages) < 10_000:
-        return template.render(messages, add_generation_prompt=opens_turn, kwargs=kwargs)
-    return await asyncio.to_thread(
-        template.render, messages, add_generation_prompt=opens_turn, kwargs=kwargs
-    )
-
-
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its text parts joined, in order, by nothing. 400 for parts that are no text."""
-    at = f"messages[{index}]"
-    if not isinstance(message.get("role"), str):
-        raise bad_field(f"{at}.role", f"{at}.role must be a string")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    if not isinstance(content, list) or not content:
-        raise bad_field(
-            f"{at}.content", f"{at}.content must be a string or a list of text parts, and not empty"
-        )
-    texts = []
-    for i, part in enumerate(content):
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise bad_field(
-                f"{at}.content[{i}]",
-                f"{at}.content[{i}] must be a text part with a text (this is a text model), got {kind!r}",
-            )
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
 
 
 async def _answer(
@@ -250,6 +198,7 @@ async def _answer(
             param="stream_options",
             code="invalid_value",
         )
+    interval = fields.in_range("stream_interval", parsed.stream_interval, 1, 2**31 - 1, 1)
     headers = response_headers(request, parsed.request_id or parsed.rid, ignored)
     external_id = headers.get("X-Request-Id", "")
     eos_ids = front.model.eos_token_ids
@@ -266,12 +215,10 @@ async def _answer(
                 Choice(
                     entry,
                     generation.text_stream(i),
-                    front.tokenizer.pieces_for(want.params.skip_special_tokens),
-                    fmt,
+                    generation.pieces(i),
+                    spaced(fmt, interval, front.config.http.stream_interval),
                 )
-                for i, (entry, want, fmt) in enumerate(
-                    zip(generation.entries, wanted, formats, strict=True)
-                )
+                for i, (entry, fmt) in enumerate(zip(generation.entries, formats, strict=True))
             ]
             include_usage = bool(parsed.stream_options and parsed.stream_options.include_usage)
             stream = SseStream(
@@ -281,16 +228,16 @@ async def _answer(
                 front.turnstile,
                 generation.signal,
                 choices,
-                OpenAIStream(envelope, n, include_usage),
+                OpenAIStream(envelope, n, include_usage, lambda: reasoning_tokens(formats)),
                 headers,
             )
             return await stream.run()
         await generation.finish()
         objects = [
-            fmt.whole(generation.text_of(i), entry.token_ids, entry)
+            fmt.whole(generation.parts_of(i), entry)
             for i, (entry, fmt) in enumerate(zip(generation.entries, formats, strict=True))
         ]
-        whole = envelope.whole(objects, usage(generation.entries, n))
+        whole = envelope.whole(objects, usage(generation.entries, n, reasoning_tokens(formats)))
     return web.Response(
         body=msgspec.json.encode(whole), content_type="application/json", headers=headers
     )

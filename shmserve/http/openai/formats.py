@@ -7,7 +7,7 @@ only. The detail behind OpenAI's finish_reason is in `stop_reason` (vLLM's name:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,18 +56,25 @@ def stop_details(entry: InFlight, params: SamplingParams, eos_ids: Sequence[int]
     return {"stop_reason": None, "matched_stop": None}
 
 
-def usage(entries: Sequence[InFlight], num_choices_per_prompt: int) -> dict[str, Any]:
+def usage(
+    entries: Sequence[InFlight],
+    num_choices_per_prompt: int,
+    num_reasoning_tokens: int | None = None,
+) -> dict[str, Any]:
     """Counts over a response: a prompt once, however many choices it has; generated tokens over all choices, EOS included."""
     finishes = [entry.finish for entry in entries if entry.finish is not None]
     prompt = sum(f.prompt_tokens for f in finishes[::num_choices_per_prompt])
     cached = sum(f.cached_tokens for f in finishes[::num_choices_per_prompt])
     completion = sum(f.completion_tokens for f in finishes)
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if num_reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +109,33 @@ class Envelope:
         }  # fmt: skip
 
 
-class OpenAIStream:
-    """ResponseFormat: the usage event if it was asked for, then [DONE]."""
+class DoneStream:
+    """ResponseFormat that ends in [DONE], whatever comes before it."""
+
+    def ending(self, entries: Sequence[InFlight]) -> bytes:
+        return DONE
+
+    def failing(self, error: ApiError) -> bytes:
+        return error.frame() + DONE
+
+
+class OpenAIStream(DoneStream):
+    """The usage event if it was asked for, then [DONE]."""
 
     def __init__(
-        self, envelope: Envelope, num_choices_per_prompt: int, include_usage: bool
+        self,
+        envelope: Envelope,
+        num_choices_per_prompt: int,
+        include_usage: bool,
+        count_reasoning: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._envelope = envelope
         self._n = num_choices_per_prompt
         self._include_usage = include_usage
+        self._count_reasoning = count_reasoning
 
     def ending(self, entries: Sequence[InFlight]) -> bytes:
         if not self._include_usage:
             return DONE
-        return event(self._envelope.chunk([], usage=usage(entries, self._n))) + DONE
+        counts = usage(entries, self._n, self._count_reasoning())
+        return event(self._envelope.chunk([], usage=counts)) + DONE

@@ -39,9 +39,11 @@ class Sampling(msgspec.Struct):
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    stream_interval: int | None = None
     user: str | None = None
     request_id: str | None = None
     rid: str | None = None
+    cache_salt: str | None = None
     # Named, and not yet honoured.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -49,7 +51,6 @@ class Sampling(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
-    cache_salt: str | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
@@ -61,6 +62,7 @@ class Sampling(msgspec.Struct):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: Any = None
+    structural_tag: Any = None
     stop_regex: str | list[str] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -79,13 +81,14 @@ class ChatRequest(Sampling):
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     include_reasoning: bool | None = None
-    # Named, and not yet honoured.
-    chat_template: str | None = None
+    reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    # Named, and not yet honoured.
+    chat_template: str | None = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -108,19 +111,9 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "frequency_penalty": (None, 0.0),
     "presence_penalty": (None, 0.0),
     "repetition_penalty": (None, 1.0),
-    "response_format": (None, {"type": "text"}),
-    "cache_salt": (None, ""),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "json_schema": (None,),
     "stop_regex": (None, []),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
@@ -131,8 +124,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED,
     "chat_template": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
     "audio": (None,),

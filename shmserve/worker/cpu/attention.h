@@ -19,6 +19,8 @@
 enum {
     KV_TILE = 16,
     SEGMENT = 256,
+    STRIP = 64, /* tokens whose values are widened together: the longer, the fewer loads and stores of sums */
+    AHEAD = 4 * KV_TILE, /* tokens between what is computed and what is fetched: some hundred ns */
     FEW_VECTORS = 3, /* so few take two products at a time */
     MOST_VECTORS = 6, /* query vectors that share one pass over keys or values: 12 sums of 8 lanes fit the registers */
     TILE_VECTORS = 48 /* query vectors of one work item, unless the query heads of one kv head are more */
@@ -37,7 +39,7 @@ typedef struct {
     float *part;   /* [n][width]: weighted values of one segment */
     float *sum;    /* [n][width]: of the segments so far */
     float *largest, *total; /* [n] of the segments so far */
-    float *wide;   /* [width][KV_TILE]: keys or values of a tile as floats */
+    float *wide;   /* [STRIP][width]: keys of a tile or values of a strip as floats */
 } AttentionRoom;
 
 INLINE int least_int(int a, int b) { return a < b ? a : b; }
@@ -57,6 +59,7 @@ INLINE const uint16_t *values_of_tile(const AttentionShape *s, const int32_t *bl
 typedef struct {
     const void *b; /* halves, or floats that were widened before */
     float *c;
+    const uint16_t *ahead; /* fetched meanwhile, as many rows as b has; not with floats */
 } Product;
 
 #if defined(SHM_AVX512_VNNI)
@@ -77,10 +80,14 @@ INLINE Lanes all_lanes(float x) { return all8(x); }
 INLINE Lanes fma_lanes(Lanes a, Lanes b, Lanes c) { return fma8(a, b, c); }
 #endif
 
-/* `w` products with one `a`: few query vectors alone would leave the multipliers waiting for their own sums. `ahead` is
- * fetched meanwhile, a row for each k; sums begin at zero if `is_first`. */
+INLINE Lanes lanes_of(const Product *p, bool is_wide, int64_t at) {
+    return is_wide ? lanes_at((const float *)p->b + at) : halves_lanes_at((const uint16_t *)p->b + at);
+}
+
+/* `w` products with one `a`: few query vectors alone would leave the multipliers waiting for their own sums. Sums begin at
+ * zero if `is_first`. */
 INLINE void add_product_of(const int n, const int w, const bool is_wide, const float *a, int64_t a_stride, const Product *p,
-                           int64_t b_stride, int depth, int64_t c_stride, bool is_first, const uint16_t *ahead) {
+                           int64_t b_stride, int depth, int64_t c_stride, bool is_first) {
     const int parts = 16 / LANES, count = w * parts;
     Lanes sums[MOST_VECTORS][4];
 #pragma GCC unroll 6
@@ -89,21 +96,32 @@ INLINE void add_product_of(const int n, const int w, const bool is_wide, const f
         for (int i = 0; i < count; i++)
             sums[v][i] = is_first ? all_lanes(0.0f) : lanes_at(p[i / parts].c + v * c_stride + i % parts * LANES);
     for (int k = 0; k < depth; k++) {
-        Lanes row[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < count; i++) {
-            int64_t at = k * b_stride + i % parts * LANES;
-            row[i] = is_wide ? lanes_at((const float *)p[i / parts].b + at)
-                             : halves_lanes_at((const uint16_t *)p[i / parts].b + at);
-        }
-        if (!is_wide)
-            __builtin_prefetch(ahead + k * b_stride);
+#pragma GCC unroll 2
+        for (int i = 0; i < w && !is_wide; i++)
+            __builtin_prefetch(p[i].ahead + k * b_stride);
+        Lanes factor[MOST_VECTORS], row[4]; /* what there is less of is held, the other is loaded one by one: 16 registers */
+        if (n < count) {
 #pragma GCC unroll 6
-        for (int v = 0; v < n; v++) {
-            Lanes factor = all_lanes(a[v * a_stride + k]);
+            for (int v = 0; v < n; v++)
+                factor[v] = all_lanes(a[v * a_stride + k]);
+#pragma GCC unroll 4
+            for (int i = 0; i < count; i++) {
+                row[i] = lanes_of(p + i / parts, is_wide, k * b_stride + i % parts * LANES);
+#pragma GCC unroll 6
+                for (int v = 0; v < n; v++)
+                    sums[v][i] = fma_lanes(factor[v], row[i], sums[v][i]);
+            }
+        } else {
 #pragma GCC unroll 4
             for (int i = 0; i < count; i++)
-                sums[v][i] = fma_lanes(factor, row[i], sums[v][i]);
+                row[i] = lanes_of(p + i / parts, is_wide, k * b_stride + i % parts * LANES);
+#pragma GCC unroll 6
+            for (int v = 0; v < n; v++) {
+                factor[v] = all_lanes(a[v * a_stride + k]);
+#pragma GCC unroll 4
+                for (int i = 0; i < count; i++)
+                    sums[v][i] = fma_lanes(factor[v], row[i], sums[v][i]);
+            }
         }
     }
 #pragma GCC unroll 6
@@ -116,8 +134,8 @@ INLINE void add_product_of(const int n, const int w, const bool is_wide, const f
 /* `w` is 2 only for n <= FEW_VECTORS, so that all sums fit the registers. */
 static __attribute__((noinline)) void add_products(int n, int w, bool is_wide, const float *a, int64_t a_stride,
                                                    const Product *p, int64_t b_stride, int depth, int64_t c_stride,
-                                                   bool is_first, const uint16_t *ahead) {
-#define CALL(N, W, WIDE) add_product_of(N, W, WIDE, a, a_stride, p, b_stride, depth, c_stride, is_first, ahead)
+                                                   bool is_first) {
+#define CALL(N, W, WIDE) add_product_of(N, W, WIDE, a, a_stride, p, b_stride, depth, c_stride, is_first)
     if (is_wide)
         switch (n) {
         case 1: CALL(1, 1, true); return;
@@ -193,25 +211,30 @@ static void score_tiles(const Attention *t, int begin, int end) {
         int row = most_int(0, tile - t->position), row_end = t->num_rows; /* the rows that see a token of the tiles */
         while (row_end > row && first_seen(s, t->position + row_end - 1) >= next)
             row_end--;
-        const uint16_t *ahead = next < end ? keys_of_tile(s, t->blocks, next, t->kv_head)
-                                           : values_of_tile(s, t->blocks, begin, t->kv_head);
         const void *keys[2];
-        for (int i = 0; i < count; i++)
-            keys[i] = keys_of_tile(s, t->blocks, tile + i * KV_TILE, t->kv_head);
+        const uint16_t *ahead[2];
+        for (int i = 0; i < count; i++) {
+            int at = tile + i * KV_TILE, later = at + AHEAD;
+            keys[i] = keys_of_tile(s, t->blocks, at, t->kv_head);
+            ahead[i] = later < end ? keys_of_tile(s, t->blocks, later, t->kv_head)
+                                   : values_of_tile(s, t->blocks, least_int(begin + later - end, end - 1), t->kv_head);
+        }
         if (t->is_wide)
             keys[0] = widen(room->wide, keys[0], s->head_dim * KV_TILE);
         for (int v = row * shared; v < row_end * shared; v += MOST_VECTORS) {
             float *scores = room->scores + v * SEGMENT + tile % SEGMENT;
-            const Product products[2] = {{keys[0], scores}, {keys[count - 1], scores + KV_TILE}};
+            const Product products[2] = {{keys[0], scores, ahead[0]}, {keys[count - 1], scores + KV_TILE, ahead[count - 1]}};
             add_products(least_int(MOST_VECTORS, row_end * shared - v), count, t->is_wide, room->query + v * s->width,
-                         s->width, products, KV_TILE, s->head_dim, SEGMENT, true, ahead);
+                         s->width, products, KV_TILE, s->head_dim, SEGMENT, true);
         }
     }
 }
 
-/* part[v] += weights times values for tokens [from, to) of one tile, whose values are at `values`; vectors first .. + n - 1. */
+/* part[v] += weights times values for tokens [from, to) of a tile or strip, whose values are at `values`; vectors
+ * first .. + n - 1. */
 static void weigh_tokens(const Attention *t, const void *values, const uint16_t *ahead, int first, int n, int from, int to) {
-    const int width = t->shape->width, most = n <= FEW_VECTORS && !t->is_wide ? 2 : 1, skipped = from % KV_TILE * width;
+    const int width = t->shape->width, most = n <= FEW_VECTORS && !t->is_wide ? 2 : 1;
+    const int skipped = from % (t->is_wide ? STRIP : KV_TILE) * width;
     if (from >= to)
         return;
     float *part = t->room->part + first * width;
@@ -220,13 +243,13 @@ static void weigh_tokens(const Attention *t, const void *values, const uint16_t 
         for (int i = 0; i < 2; i++)
             b[i] = t->is_wide ? (const void *)((const float *)values + skipped + at + 16 * i)
                               : (const void *)((const uint16_t *)values + skipped + at + 16 * i);
-        const Product products[2] = {{b[0], part + at}, {b[1], part + at + 16}};
+        const Product products[2] = {{b[0], part + at, ahead + at}, {b[1], part + at + 16, ahead + at + 16}};
         add_products(n, least_int(most, (width - at) / 16), t->is_wide, t->room->scores + first * SEGMENT + from % SEGMENT,
-                     SEGMENT, products, width, to - from, width, false, ahead + at);
+                     SEGMENT, products, width, to - from, width, false);
     }
 }
 
-/* Vectors first .. first + n - 1 over one tile: the tokens that all of them see in one pass, the others one by one. */
+/* Vectors first .. first + n - 1 over a tile or strip: the tokens that all of them see in one pass, the others one by one. */
 static void weigh_tile(const Attention *t, const void *values, const uint16_t *ahead, int first, int n, int begin, int end) {
     int from[MOST_VECTORS], to[MOST_VECTORS], shared_from = begin, shared_to = end;
     for (int i = 0; i < n; i++) {
@@ -250,14 +273,19 @@ static void weigh_tile(const Attention *t, const void *values, const uint16_t *a
 
 static void weigh_tiles(const Attention *t, int begin, int end) {
     const AttentionShape *s = t->shape;
-    const int n = t->num_rows * s->num_shared;
+    const int n = t->num_rows * s->num_shared, step = t->is_wide ? STRIP : KV_TILE;
     memset(t->room->part, 0, sizeof(float) * (size_t)(n * s->width));
-    for (int tile = begin & ~(KV_TILE - 1); tile < end; tile += KV_TILE) {
-        const void *values = values_of_tile(s, t->blocks, tile, t->kv_head);
-        const uint16_t *ahead = tile + KV_TILE < end ? values_of_tile(s, t->blocks, tile + KV_TILE, t->kv_head) : values;
+    for (int tile = begin & ~(step - 1); tile < end; tile += step) {
+        const int from = most_int(begin, tile), to = least_int(end, tile + step), later = tile + AHEAD;
+        const uint16_t *halves = values_of_tile(s, t->blocks, from, t->kv_head), *ahead = halves;
         if (t->is_wide)
-            values = widen(t->room->wide, values, s->width * KV_TILE);
-        int from = most_int(begin, tile), to = least_int(end, tile + KV_TILE);
+            for (int at = from & ~(KV_TILE - 1); at < to; at += KV_TILE)
+                widen(t->room->wide + (at - tile) * s->width, values_of_tile(s, t->blocks, at, t->kv_head), s->width * KV_TILE);
+        else if (later < end)
+            ahead = values_of_tile(s, t->blocks, later, t->kv_head);
+        else if (later < t->position + t->num_rows) /* the keys of the next segment */
+            ahead = keys_of_tile(s, t->blocks, later, t->kv_head);
+        const void *values = t->is_wide ? (const void *)t->room->wide : (const void *)halves;
         int row = most_int(0, tile - t->position);
         for (int v = row * s->num_shared; v < n; v += MOST_VECTORS)
             weigh_tile(t, values, ahead, v, least_int(MOST_VECTORS, n - v), from, to);

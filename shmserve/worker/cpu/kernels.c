@@ -475,7 +475,7 @@ Engine *shm_engine_new(const Model *model, int32_t max_tokens, int32_t num_threa
             .sum = zeroed(4 * (int64_t)vectors * e->width, &is_short),
             .largest = zeroed(4 * vectors, &is_short),
             .total = zeroed(4 * vectors, &is_short),
-            .wide = zeroed(4 * KV_TILE * e->width, &is_short),
+            .wide = zeroed(4 * STRIP * e->width, &is_short),
         };
     }
     e->pool = is_short ? NULL : pool_new(num_threads);
@@ -537,3 +537,5 @@ void shm_floats(const uint16_t *x, float *out, int32_t n) {
     for (int i = 0; i + 8 <= n; i += 8)
         store8(out + i, load_halves8(x + i));
 }
+
+#include "sampling.h" /* last: it draws by the engine's threads */

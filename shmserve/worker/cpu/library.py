@@ -80,6 +80,8 @@ class Library:
         c.shm_engine_new.argtypes = (c_void_p, c_int32, c_int32)
         c.shm_engine_run.restype = None
         c.shm_engine_run.argtypes = (c_void_p, c_void_p)
+        c.shm_engine_head.restype = None
+        c.shm_engine_head.argtypes = (c_void_p, c_void_p)
         c.shm_engine_free.restype = None
         c.shm_engine_free.argtypes = (c_void_p,)
         c.shm_variant.restype = ctypes.c_char_p
@@ -235,6 +237,30 @@ class Engine:
         step = _Step(*counts, *addresses)
         self._library.c.shm_engine_run(self._engine, ctypes.byref(step))
         return self._logits[:count, : self._model.vocab_size], self._greedy[:count]
+
+    @property
+    def handle(self) -> int:
+        """What the kernels know it by: `RowSampler` draws by its threads."""
+        return int(self._engine)
+
+    def logits_of(self, token_rows: I4, room: F4) -> F4:
+        """Logits of other tokens of the step just computed, written to `room`: f4[n, vocab_size], n at most `max_tokens`."""
+        count = len(token_rows)
+        assert count <= min(len(room), self._max_tokens), (count, len(room))
+        assert room.strides == (self._logits.strides[0], 4), room.strides
+        rows, greedy = np.ascontiguousarray(token_rows, np.int32), np.zeros(count, np.int32)
+        step = _Step(
+            num_samples=count,
+            sample_rows=rows.ctypes.data,
+            logits=room.ctypes.data,
+            greedy=greedy.ctypes.data,
+        )
+        self._library.c.shm_engine_head(self._engine, ctypes.byref(step))
+        return room[:count, : self._model.vocab_size]
+
+    def logits_room(self, num_rows: int) -> F4:
+        """Room for the logits of so many tokens."""
+        return np.zeros((num_rows, self._logits.shape[1]), np.float32)
 
     def close(self) -> None:
         """End the threads and give the kernels' memory back. Called once."""

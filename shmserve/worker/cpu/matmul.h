@@ -66,9 +66,7 @@ static void quantize_group(const float *x, const Rows *rows, int64_t row, int gr
         i32x8 magnitude = (i32x8)load8(x + i) & 0x7fffffff; /* the bits of floats without sign are ordered as they are */
         largest = (i32x8)select8(magnitude > largest, (f32x8)magnitude, (f32x8)largest);
     }
-    int32_t bits = largest[0];
-    for (int i = 1; i < 8; i++)
-        bits = largest[i] > bits ? largest[i] : bits;
+    int32_t bits = max_of_integers(largest);
     float most = float_of_bits((uint32_t)bits);
     if (bits >= 0x7f800000 || most < 1e-30f) { /* below, 127 / most would not be finite */
         memset(rows->q + at * GROUP, 0, GROUP);
@@ -83,9 +81,7 @@ static void quantize_group(const float *x, const Rows *rows, int64_t row, int gr
         totals += q[i];
     }
     store_bytes32(rows->q + at * GROUP, q);
-    int32_t total = 0;
-    for (int i = 0; i < 8; i++)
-        total += totals[i];
+    int32_t total = sum_of_integers(totals);
     rows->total[at] = total;
     rows->scale[at] = scale;
     rows->offset[at] = scale * (float)total;

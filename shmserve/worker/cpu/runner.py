@@ -15,21 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from shmserve.model_cache import cache_root
-from shmserve.worker.batch import F4, I4, Batch, StepOutput
+from shmserve.worker.batch import I4, Batch, PromptPart, PromptScores, StepOutput
 from shmserve.worker.cpu.build import KernelsError, compiled_library
 from shmserve.worker.cpu.library import KV_TILE, Engine, Library, block_bytes
 from shmserve.worker.cpu.loading import load_model, open_source
+from shmserve.worker.cpu.sampling import RowSampler
 from shmserve.worker.cpu.selftest import check
 from shmserve.worker.runner import Progress, RunnerInfo
-from shmserve.worker.sampler import GREEDY_BELOW, sample
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.torch_runner import sized
 
 if TYPE_CHECKING:
     from shmserve.models import PreparedModel
+
+
+SCORED_TOGETHER = 64
+"""Rows of logits of a prompt that are in memory at once."""
 
 
 class CpuRunner:
@@ -58,8 +61,6 @@ class CpuRunner:
         progress("compiling the CPU kernels", 0.0)
         library = Library(compiled_library(cache or cache_root()))
         check(library)
-        # The sampler's products are small: more threads would only wait for each other.
-        torch.set_num_threads(1)
         config, source = open_source(model.weights, model.format)
         per_block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, block_size)
         name = f"cpu-{library.variant}"
@@ -79,6 +80,12 @@ class CpuRunner:
             max_samples=max_num_seqs,
             num_threads=num_threads or default_num_threads(),
         )
+        self._sampler = RowSampler(
+            library,
+            config.vocab_size,
+            engine=self._engine.handle,
+            num_threads=num_threads or default_num_threads(),
+        )
 
     @property
     def info(self) -> RunnerInfo:
@@ -92,14 +99,39 @@ class CpuRunner:
             return StepOutput(np.zeros((0, 1), np.int32), time.monotonic_ns())
         logits, greedy = self._engine.run(batch)
         rows = batch.rows[batch.sample_seqs]
+        token_ids, logprobs, top = greedy.copy(), None, {}
         others = np.flatnonzero(~_is_plain_greedy(rows, sampling))
         if others.size:
-            return _sampled(logits, greedy, rows, others, sampling)
+            drawn, drawn_logprobs, found = self._sampler.sample(
+                logits, rows[others], sampling, others
+            )
+            token_ids[others] = drawn
+            top = {
+                int(others[index]): (ids[None], lps[None]) for index, (ids, lps) in found.items()
+            }
+            if (sampling.num_logprobs[rows] >= 0).any():
+                logprobs = np.full((rows.shape[0], 1), np.nan, np.float32)
+                logprobs[others, 0] = drawn_logprobs
         return StepOutput(
-            token_ids=np.maximum(greedy, 0)[:, None],
+            token_ids=np.maximum(token_ids, 0)[:, None],
             time_ns=time.monotonic_ns(),
-            failed=tuple(np.flatnonzero(greedy < 0).tolist()),
+            logprobs=logprobs,
+            top=top or None,
+            failed=tuple(np.flatnonzero(token_ids < 0).tolist()),
+            prompt_scores=tuple(map(self._score, batch.prompt_parts)),
         )
+
+    def _score(self, part: PromptPart) -> PromptScores:
+        """What the step that was just computed says of a part of a prompt."""
+        found = []
+        room = self._engine.logits_room(min(SCORED_TOGETHER, len(part.token_ids)))
+        for start in range(0, len(part.token_ids), SCORED_TOGETHER):
+            targets = part.token_ids[start : start + SCORED_TOGETHER]
+            token_rows = part.first_row + start + np.arange(len(targets), dtype=np.int32)
+            logits = self._engine.logits_of(token_rows, room)
+            found.append(self._sampler.score(logits, targets, part.num_top))
+        logprobs, ids, values = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        return PromptScores(part, logprobs, ids, values)
 
     def close(self) -> None:
         """End the threads, and let weights and cache go."""
@@ -114,37 +146,7 @@ def default_num_threads() -> int:
 
 def _is_plain_greedy(rows: I4, state: SamplingState) -> np.ndarray:
     """Rows whose token is the first of the largest raw logits, and of which nobody asked more."""
-    is_greedy = (state.temperature[rows] < GREEDY_BELOW) | (state.top_k[rows] == 1)
-    is_plain = (
-        (state.num_logprobs[rows] < 0)
-        & (state.frequency_penalty[rows] == 0)
-        & (state.presence_penalty[rows] == 0)
-        & (state.repetition_penalty[rows] == 1)
-    )
-    result: np.ndarray = is_greedy & is_plain
-    if state.bias or state.banned_early:
-        has_edit = [row in state.bias or row in state.banned_early for row in rows.tolist()]
-        result &= ~np.array(has_edit, np.bool_)
+    result: np.ndarray = state.is_greedy(rows) & (state.num_logprobs[rows] < 0)
+    if state.has_edits:
+        result &= ~state.is_edited(rows)
     return result
-
-
-def _sampled(
-    logits: F4, greedy: I4, rows: I4, others: np.ndarray, state: SamplingState
-) -> StepOutput:
-    """The step's output where the rows `others` go through the sampler."""
-    result = sample(torch.from_numpy(logits[others]), rows[others], state)
-    token_ids, failed = np.maximum(greedy, 0), set(np.flatnonzero(greedy < 0).tolist())
-    token_ids[others] = result.token_ids
-    failed = (failed - set(others.tolist())) | {int(others[index]) for index in result.failed}
-    logprobs = None
-    if result.logprobs is not None:
-        logprobs = np.full((rows.shape[0], 1), np.nan, np.float32)
-        logprobs[others, 0] = result.logprobs
-    top = result.top and {int(others[index]): value for index, value in result.top.items()}
-    return StepOutput(
-        token_ids=token_ids[:, None],
-        time_ns=time.monotonic_ns(),
-        logprobs=logprobs,
-        top=top,
-        failed=tuple(sorted(failed)),
-    )

@@ -49,11 +49,21 @@ INLINE f32x8 fma8(f32x8 a, f32x8 b, f32x8 c) {
 
 /* Lanes of `a` where `mask` is all ones, of `b` where it is zero. */
 INLINE f32x8 select8(i32x8 mask, f32x8 a, f32x8 b) {
+#ifdef SHM_AVX2
+    return (f32x8)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask);
+#else
     return (f32x8)((mask & (i32x8)a) | (~mask & (i32x8)b));
+#endif
 }
 
 INLINE float sum8(f32x8 v) {
+#ifdef SHM_AVX2
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
 }
 
 INLINE float max8(f32x8 v) {
@@ -61,6 +71,32 @@ INLINE float max8(f32x8 v) {
     for (int i = 1; i < 8; i++)
         m = v[i] > m ? v[i] : m;
     return m;
+}
+
+INLINE int32_t max_of_integers(i32x8 v) {
+#ifdef SHM_AVX2
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#else
+    int32_t m = v[0];
+    for (int i = 1; i < 8; i++)
+        m = v[i] > m ? v[i] : m;
+    return m;
+#endif
+}
+
+INLINE int32_t sum_of_integers(i32x8 v) {
+#ifdef SHM_AVX2
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < 8; i++)
+        sum += v[i];
+    return sum;
+#endif
 }
 
 /* Adding it rounds to the nearest integer, ties to even, and leaves that integer in the low bits. For |x| < 2^22. */

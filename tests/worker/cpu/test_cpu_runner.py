@@ -378,6 +378,22 @@ def test_auto_takes_the_kernels(tmp_path, monkeypatch, shmserve_cache, caplog):
     runner.close()
 
 
+def test_a_runner_has_room_for_a_prompt_that_is_not_cut(tmp_path, monkeypatch, shmserve_cache):
+    worker = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 16}
+    runner = built(tmp_path, monkeypatch, shmserve_cache, chunked_prefill=False, **worker)
+    length = runner.info.max_model_len - 1
+    output = runner.run(batch_of(([5] * length, 0, range(1, 9))), state_of(GREEDY))
+    assert output.token_ids.shape == (1, 1)
+    runner.close()
+
+
+def test_the_kv_cache_takes_a_fraction_of_the_free_memory():
+    default, half = worker_main.kv_cache_bytes(0.0), worker_main.kv_cache_bytes(0.5)
+    assert 0 < default <= 1 << 30
+    quarter = worker_main.kv_cache_bytes(0.25)
+    assert quarter < half < 3 * quarter  # others take and give memory meanwhile
+
+
 def test_auto_without_a_compiler_takes_torch_and_says_why_in_one_line(
     tmp_path, monkeypatch, caplog
 ):

@@ -1,6 +1,7 @@
 """Whole steps of toy models: right against numpy, and the same bits whatever the batch, the chunks, the blocks, the threads."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -122,6 +123,24 @@ def test_the_block_size_changes_nothing(native, block_size):
     np.testing.assert_array_equal(alone(large, ids, block_size), alone(small, ids))
     small.close()
     large.close()
+
+
+@pytest.mark.parametrize("window", [19, 64, 70, 100, None])
+def test_a_window_gives_the_same_bits_however_the_prompt_is_cut(native, window):
+    """Rows that go together widen strips of the cache, few rows do not; a window begins and ends anywhere in a strip."""
+    model, ids, blocks = toy_model(13), tokens(330), range(1, 23)
+    layers = (dataclasses.replace(layer, window=window) for layer in model.layers)
+    engine = engine_of(native, dataclasses.replace(model, layers=tuple(layers)))
+    engine._cache[:] = 0x7E00  # NaN: whatever is read beyond the view shows
+    results = []
+    for cuts in ([0, 330], [0, 1, 64, 65, 130, 200, 330], [0, 300, *range(301, 331)]):
+        for start, end in itertools.pairwise(cuts):
+            logits, _ = engine.run(batch_of([(ids[start:end], start, blocks)]))
+        results.append(logits[0].copy())
+    engine.close()
+    assert np.isfinite(results[0]).all()
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
 
 
 class Invariance:

@@ -1,0 +1,172 @@
+"""From the messages of a chat request to its prompt, its grammar, and what will read its answer.
+
+Owns: messages as templates want them, tools and reasoning of one request. Shared by chat completions, responses, messages and
+/tokenize. Everything here is refused before anything is submitted. Event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shmserve.http.errors import ApiError, bad_field
+from shmserve.http.reasoning import CLOSER, OPENER, ContentOnly, ReasoningSplitter
+from shmserve.http.template import ChatTemplate, continued_prompt
+from shmserve.http.tool_formats import ToolSplitter
+from shmserve.http.tools import (
+    ToolUse,
+    refuse_with_format,
+    told_in_words,
+    tool_use,
+    with_calls_as_objects,
+)
+
+if TYPE_CHECKING:
+    from shmserve.http.front_end import FrontEnd
+    from shmserve.http.openai.choice import Splitter
+    from shmserve.http.openai.schemas import ChatRequest
+
+INLINE_CHARS: Final = 10_000
+"""Messages this short are rendered on the event loop: less than a thread's round trip costs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """What a chat request comes to. `shows` are special tokens that the splitter must see in the text."""
+
+    prompt: str
+    grammar: str
+    new_splitter: Callable[[], Splitter] | None
+    shows: frozenset[int]
+
+
+async def plan_chat(front: FrontEnd, parsed: ChatRequest) -> ChatPlan:
+    """Raises ApiError 400."""
+    template = _template(front)
+    use = tool_use(
+        parsed.tools,
+        parsed.tool_choice,
+        parsed.parallel_tool_calls,
+        template.source,
+        front.tokenizer.special_id,
+    )
+    grammar = await front.grammars.wanted_by(parsed)
+    refuse_with_format(use, bool(grammar))
+    if use is not None and use.grammar is not None:
+        name, text = use.grammar
+        grammar = await front.grammars.checked((name, front.grammars.of_lark(text)))
+    prompt = await _prompt(template, parsed, use)
+    shows = front.tokenizer.special_id(use.format.opener) if use is not None else None
+    return ChatPlan(
+        prompt,
+        grammar,
+        _splitter(template, parsed, prompt, use),
+        frozenset() if shows is None else frozenset({shows}),
+    )
+
+
+async def chat_prompt(front: FrontEnd, parsed: ChatRequest) -> str:
+    """The prompt alone. Raises ApiError 400."""
+    template = _template(front)
+    use = tool_use(parsed.tools, None, None, template.source, front.tokenizer.special_id)
+    return await _prompt(template, parsed, use)
+
+
+def _template(front: FrontEnd) -> ChatTemplate:
+    if front.template is None:
+        raise ApiError(
+            400,
+            f"The model `{front.served_name}` has no chat template; use /v1/completions, or start the "
+            "server with --chat-template FILE.",
+            code="no_chat_template",
+        )
+    return front.template
+
+
+def _splitter(
+    template: ChatTemplate, parsed: ChatRequest, prompt: str, use: ToolUse | None
+) -> Callable[[], Splitter] | None:
+    """None where the whole text is content."""
+    has_marks = OPENER in template.source or CLOSER in template.source
+    splits_reasoning = has_marks and parsed.separate_reasoning is not False
+    if use is None and not splits_reasoning:
+        return None
+    is_inside = prompt.rstrip().endswith(OPENER)
+    is_streaming = parsed.stream_reasoning is not False
+    is_shown = parsed.include_reasoning is not False
+
+    def new_splitter() -> Splitter:
+        inner: Splitter = ContentOnly()
+        if use is not None:
+            inner = ToolSplitter(use.format, use.names, only_one=use.only_one)
+        if splits_reasoning:
+            return ReasoningSplitter(
+                inner, is_inside=is_inside, is_streaming=is_streaming, is_shown=is_shown
+            )
+        return inner
+
+    return new_splitter
+
+
+async def _prompt(template: ChatTemplate, parsed: ChatRequest, use: ToolUse | None) -> str:
+    messages = [
+        with_calls_as_objects(i, _message(i, message)) for i, message in enumerate(parsed.messages)
+    ]
+    if not messages:
+        raise ApiError(400, "messages must not be empty", param="messages", code="empty_prompt")
+    kwargs = dict(parsed.chat_template_kwargs or {})
+    if parsed.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", parsed.reasoning_effort)
+    if use is not None:
+        if template.knows_tools:
+            kwargs["tools"] = list(use.tools)
+        else:
+            messages = told_in_words(messages, use.tools)
+    opens_turn = parsed.add_generation_prompt is None or parsed.add_generation_prompt
+    if parsed.continue_final_message:
+        if parsed.add_generation_prompt:
+            raise bad_field(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt cannot both be true",
+            )
+        if messages[-1]["role"] != "assistant":
+            raise bad_field(
+                "continue_final_message",
+                "continue_final_message needs a last message of role 'assistant'",
+            )
+        return await asyncio.to_thread(continued_prompt, template, messages, kwargs)
+    if sum(len(message.get("content") or "") for message in messages) < INLINE_CHARS:
+        return template.render(messages, add_generation_prompt=opens_turn, kwargs=kwargs)
+    return await asyncio.to_thread(
+        template.render, messages, add_generation_prompt=opens_turn, kwargs=kwargs
+    )
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its text parts joined, in order, by nothing. 400 for parts that are no text."""
+    at = f"messages[{index}]"
+    if not isinstance(message.get("role"), str):
+        raise bad_field(f"{at}.role", f"{at}.role must be a string")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not isinstance(content, list) or not content:
+        raise bad_field(
+            f"{at}.content", f"{at}.content must be a string or a list of text parts, and not empty"
+        )
+    texts = []
+    for i, part in enumerate(content):
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise bad_field(
+                f"{at}.content[{i}]",
+                f"{at}.content[{i}] must be a text part with a text (this is a text model), got {kind!r}",
+            )
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}

@@ -1,0 +1,211 @@
+"""Tool calls over HTTP: told to the model, found in its answer, the same streamed and plain."""
+
+import json
+
+import pytest
+
+from shmserve.http.errors import ApiError
+from shmserve.http.openai.choice import message_of
+from shmserve.http.tools import told_in_words, tool_use, with_calls_as_objects
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+ANSWERS = {
+    1: 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀"}}\n</tool_call>',
+    2: '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>\n'
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "B"}}</tool_call>',
+    3: "No tool is needed for 1 < 2.",
+    4: '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+}
+QUESTION = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER]}
+
+
+@pytest.fixture(scope="module")
+def caller(start_server, default_model, tmp_path_factory):
+    tokenizer = default_model.tokenizer()
+    script = {
+        seed: [[i] for i in tokenizer.encode(text, add_special_tokens=False).ids] + [[2]]
+        for seed, text in ANSWERS.items()
+    }
+    path = tmp_path_factory.mktemp("tools") / "script.json"
+    path.write_text(json.dumps(script))
+    return start_server("--step-ms=1", f"--script={path}")
+
+
+def plain(caller, **fields):
+    answer = caller.post("/v1/chat/completions", QUESTION | fields)
+    assert answer.status == 200, answer.body
+    return answer.json()["choices"][0]
+
+
+def streamed(caller, **fields):
+    chunks = caller.stream("/v1/chat/completions", **(QUESTION | fields)).objects()
+    choices = [chunk["choices"][0] for chunk in chunks]
+    return message_of(choice["delta"] for choice in choices), choices
+
+
+def calls_of(message):
+    return [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
+    ]
+
+
+@pytest.mark.parametrize("seed", ANSWERS)
+def test_stream_adds_up_to_the_plain_answer(caller, seed):
+    choice = plain(caller, seed=seed)
+    message, choices = streamed(caller, seed=seed)
+    assert message["content"] == choice["message"]["content"]
+    assert calls_of(message) == calls_of(choice["message"])
+    ends = [c["finish_reason"] for c in choices if c["finish_reason"] is not None]
+    assert ends == [choice["finish_reason"]]
+
+
+def test_call_is_told_with_its_arguments_and_the_finish_says_so(caller):
+    choice = plain(caller, seed=1)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me look."
+    assert calls_of(choice["message"]) == [("get_weather", {"city": "Zürich 😀"})]
+
+
+def test_parallel_calls_are_all_told_unless_they_are_off(caller):
+    assert len(calls_of(plain(caller, seed=2)["message"])) == 2
+    assert len(calls_of(plain(caller, seed=2, parallel_tool_calls=False)["message"])) == 1
+
+
+def test_text_and_calls_of_unknown_functions_are_content(caller):
+    choice = plain(caller, seed=3)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWERS[3], "stop")
+    assert plain(caller, seed=4)["message"]["content"] == ANSWERS[4]
+
+
+def test_without_tools_or_with_choice_none_a_call_is_text(caller):
+    for fields in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
+        assert plain(caller, seed=1, **fields)["message"]["content"] == ANSWERS[1]
+
+
+def test_arguments_are_streamed_in_pieces(caller):
+    _, choices = streamed(caller, seed=1)
+    pieces = [c["delta"] for c in choices if c["delta"].get("tool_calls")]
+    assert len(pieces) > 3
+    assert pieces[0]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": ""}
+
+
+def test_logprobs_of_every_token_are_there_though_the_text_is_split(caller):
+    choice = plain(caller, seed=1, logprobs=True)
+    _, choices = streamed(caller, seed=1, logprobs=True)
+    entries = [e for c in choices if c["logprobs"] for e in c["logprobs"]["content"]]
+    assert entries == choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [WEATHER] * 129}, "tools"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_refused_by_name(caller, fields, param):
+    answer = caller.post("/v1/chat/completions", QUESTION | fields)
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+
+
+def test_schema_of_a_forced_call_that_cannot_be_honoured_is_refused_before_the_answer(caller):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}
+    for stream in (False, True):
+        answer = caller.post(
+            "/v1/chat/completions",
+            QUESTION | {"tools": [tool], "tool_choice": "required", "stream": stream},
+        )
+        assert answer.status == 400 and "wrong" in answer.error()["message"]
+
+
+def test_a_conversation_with_calls_and_results_is_taken(caller):
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "B"}'},
+    }
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    assert plain(caller, seed=3, messages=messages)["message"]["content"] == ANSWERS[3]
+
+
+def test_a_template_that_knows_no_tools_is_told_in_words():
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "x"},
+        with_calls_as_objects(2, {"role": "assistant", "content": "", "tool_calls": [call]}),
+        {"role": "tool", "content": "7"},
+    ]
+    system, user, assistant, result = told_in_words(messages, [WEATHER])
+    assert system["content"].startswith("Be brief.\n\n")
+    assert "get_weather" in system["content"] and "<tool_call>" in system["content"]
+    assert user == messages[1]
+    assert json.loads(assistant["content"].split("\n")[1]) == {"name": "f", "arguments": {"a": 1}}
+    assert result == {"role": "user", "content": "<tool_response>\n7\n</tool_response>"}
+    (first, *_) = told_in_words([{"role": "user", "content": "x"}], [WEATHER])
+    assert first["role"] == "system"
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "good"),
+    [
+        ("<tool_call>", {}, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"}}\n</tool_call>'),
+        ("<|python_tag|>", {}, '{"name": "get_weather", "parameters": {"city": "x"}}'),
+        ("[func_name1(", {}, '{"name": "get_weather", "parameters": {"city": "x"}}'),
+        ("[TOOL_CALLS]", {}, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "x"}}]'),
+    ],
+)  # fmt: skip
+def test_forced_grammar_takes_the_formats_own_call_only(default_model, template, special, good):
+    from llguidance import LLMatcher
+
+    from shmserve import grammar
+
+    use = tool_use([WEATHER], "required", None, template, special.get)
+    tokenizer = grammar.tokenizer_of(default_model)
+    text = grammar.from_ebnf(use.grammar[1])
+    grammar.check(text, tokenizer)
+    matcher = LLMatcher(tokenizer, text)
+    ids = tokenizer.tokenize_str(good)
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    assert LLMatcher(tokenizer, text).try_consume_tokens(tokenizer.tokenize_str("Hello")) == 0
+
+
+def test_special_token_that_opens_calls_is_named_by_its_id():
+    use = tool_use([WEATHER], "required", False, "[TOOL_CALLS]", {"[TOOL_CALLS]": 5}.get)
+    assert use.grammar[1].startswith('start: <[5]> "[" call "]"')
+
+
+def test_more_tools_than_the_limit_name_both_numbers():
+    with pytest.raises(ApiError, match="128, got 129"):
+        tool_use([WEATHER] * 129, None, None, "", {}.get)
