@@ -22,7 +22,7 @@ from shmserve.http.anthropic.formats import error_response
 from shmserve.http.errors import ApiError
 from shmserve.http.front_end import ARRIVAL, FrontEnd
 from shmserve.http.metrics import InstanceCollector, render
-from shmserve.http.openai import endpoints
+from shmserve.http.openai import endpoints, responses
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +160,7 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
     app.router.add_post("/v1/chat/completions", with_body(endpoints.chat_completions))
+    app.router.add_post("/v1/responses", with_body(responses.responses))
     app.router.add_post("/v1/messages", with_body(anthropic.messages))
     app.router.add_post("/v1/messages/count_tokens", with_body(anthropic.count_tokens))
     app.router.add_post("/v1/completions", with_body(endpoints.completions))

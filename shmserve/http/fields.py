@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from shmserve.http.errors import ApiError, bad_field
-from shmserve.request import SamplingParams
+from shmserve.request import MOST_SPECULATIVE_TOKENS, SamplingParams
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -23,6 +23,7 @@ MOST_STOP_BYTES: Final = 1_024
 MOST_SALT_CHARACTERS: Final = 128  # vLLM's bound
 MOST_LOGPROBS: Final = 20
 GREEDY_BELOW: Final = 1e-5
+LEAST_REPETITION: Final = 1e-6  # "above 0" for a float32 that divides logits
 _MASK: Final = (1 << 64) - 1
 
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -122,6 +123,12 @@ def num_logprobs(name: str, value: int | bool | None) -> int:
     return int(in_range(name, int(value), 0, MOST_LOGPROBS, -1))
 
 
+def num_speculative_tokens(value: int | None, default: int) -> int:
+    """How many tokens may be guessed in a step; `default` is the server's. It changes no token: a runner that cannot, does not."""
+    name = "num_speculative_tokens"
+    return int(in_range(name, value, 0, MOST_SPECULATIVE_TOKENS, default))
+
+
 def cache_salt(value: str | None) -> bytes:
     """What keeps a request's cached prefixes apart from those of other salts; the empty one is everybody's."""
     if value is not None and len(value) > MOST_SALT_CHARACTERS:
@@ -160,8 +167,12 @@ def sampling_params(
     bias: tuple[tuple[int, float], ...],
     seed: int,
     num_logprobs: int = -1,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    repetition_penalty: float | None = None,
     priority: int = 0,
     grammar: str = "",
+    num_speculative_tokens: int = 0,
     vocab_size: int,
     min_tokens_name: str = "min_tokens",
 ) -> SamplingParams:
@@ -179,6 +190,11 @@ def sampling_params(
         temperature=0.0 if heat < GREEDY_BELOW else heat,
         top_p=in_range("top_p", top_p, 0, 1, 1.0),
         top_k=max(0, k),
+        frequency_penalty=in_range("frequency_penalty", frequency_penalty, -2, 2, 0.0),
+        presence_penalty=in_range("presence_penalty", presence_penalty, -2, 2, 0.0),
+        repetition_penalty=in_range(
+            "repetition_penalty", repetition_penalty, LEAST_REPETITION, 1 / LEAST_REPETITION, 1.0
+        ),
         min_p=in_range("min_p", min_p, 0, 1, 0.0),
         min_tokens=min(max_tokens, in_range(min_tokens_name, min_tokens, 0, 2**31 - 1, 0)),
         ignore_eos=bool(ignore_eos),
@@ -191,6 +207,7 @@ def sampling_params(
         num_logprobs=num_logprobs,
         priority=priority,
         grammar=grammar,
+        num_speculative_tokens=num_speculative_tokens,
     )
 
 

@@ -78,7 +78,11 @@ class InstanceCollector(Collector):
             yield family
         asked = sum(words["prefix_query_tokens"] for words in workers)
         hit = sum(words["prefix_hit_tokens"] for words in workers)
+        drafts = sum(words["num_draft_tokens"] for words in workers)
+        accepted = sum(words["num_accepted_tokens"] for words in workers)
         for name, text, count in (
+            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed and verified.", drafts),
+            ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", accepted),
             ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", asked),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hit),
             ("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", hit),

@@ -43,12 +43,13 @@ class NativeSampling(msgspec.Struct):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
+    num_speculative_tokens: int | None = None
     sampling_seed: int | None = None
     seed: int | None = None
-    # Named, and not yet honoured.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    # Named, and not yet honoured.
     stop_regex: str | list[str] | None = None
     json_schema: Any = None
     regex: str | None = None
@@ -100,9 +101,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "extra_key": (None, ""),
 }
 _UNSUPPORTED_SAMPLING: Final[dict[str, tuple[Any, ...]]] = {
-    "frequency_penalty": (None, 0.0),
-    "presence_penalty": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
     "stop_regex": (None, "", []),
     "beam_width": (None, 0, 1),
     "spaces_between_special_tokens": (None, False, True),
@@ -230,6 +228,9 @@ def _params(front: FrontEnd, sampling: NativeSampling, room: int) -> SamplingPar
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
         min_tokens=least,
         ignore_eos=sampling.ignore_eos,
         stop=fields.stop_strings("stop", sampling.stop),
@@ -237,6 +238,9 @@ def _params(front: FrontEnd, sampling: NativeSampling, room: int) -> SamplingPar
         include_stop=sampling.no_stop_trim,
         skip_special_tokens=sampling.skip_special_tokens,
         bias=fields.logit_bias(sampling.logit_bias, vocab_size),
+        num_speculative_tokens=fields.num_speculative_tokens(
+            sampling.num_speculative_tokens, front.config.worker.num_speculative_tokens
+        ),
         seed=0,
         vocab_size=vocab_size,
         min_tokens_name="min_new_tokens",

@@ -197,3 +197,28 @@ def test_a_value_that_asks_for_something_is_refused_by_type_too():
     for body, name in ((b'{"logprobs":0}', "logprobs"), (b'{"stop":["x"]}', "stop")):
         error = refusal(decode, body, Named, allowed)
         assert (error.param, error.code) == (name, "unsupported_parameter")
+
+
+def test_penalties_reach_the_worker_and_nothing_said_is_neutral():
+    common = {
+        name: None
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),
+            *("stop_token_ids", "include_stop", "skip_special_tokens"),
+        )
+    }
+    common |= {"max_tokens": 4, "stop": (), "bias": (), "seed": 1, "vocab_size": 9}
+    said = fields.sampling_params(
+        **common, frequency_penalty=-2, presence_penalty=0.5, repetition_penalty=1.25
+    )
+    assert (said.frequency_penalty, said.presence_penalty, said.repetition_penalty) == (
+        -2,
+        0.5,
+        1.25,
+    )
+    silent = fields.sampling_params(**common)
+    assert (silent.frequency_penalty, silent.presence_penalty, silent.repetition_penalty) == (
+        0,
+        0,
+        1,
+    )

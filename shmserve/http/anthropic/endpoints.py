@@ -42,6 +42,7 @@ async def messages(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         bias=fields.logit_bias(parsed.logit_bias, vocab_size),
         seed=seed,
         grammar=chat.grammar,
+        num_speculative_tokens=front.config.worker.num_speculative_tokens,
         priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
         vocab_size=vocab_size,
     )

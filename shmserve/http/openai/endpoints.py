@@ -165,6 +165,9 @@ def _params(
         top_p=parsed.top_p,
         top_k=parsed.top_k,
         min_p=parsed.min_p,
+        frequency_penalty=parsed.frequency_penalty,
+        presence_penalty=parsed.presence_penalty,
+        repetition_penalty=parsed.repetition_penalty,
         min_tokens=parsed.min_tokens,
         ignore_eos=parsed.ignore_eos,
         stop=fields.stop_strings("stop", parsed.stop),
@@ -175,6 +178,9 @@ def _params(
         seed=0,
         num_logprobs=num_logprobs,
         grammar=grammar,
+        num_speculative_tokens=fields.num_speculative_tokens(
+            parsed.num_speculative_tokens, front.config.worker.num_speculative_tokens
+        ),
         # vLLM's sign: lower runs earlier.
         priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
         vocab_size=vocab_size,

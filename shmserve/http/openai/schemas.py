@@ -44,10 +44,11 @@ class Sampling(msgspec.Struct):
     request_id: str | None = None
     rid: str | None = None
     cache_salt: str | None = None
-    # Named, and not yet honoured.
+    num_speculative_tokens: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    # Named, and not yet honoured.
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -108,9 +109,6 @@ class CompletionRequest(Sampling):
 
 
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "frequency_penalty": (None, 0.0),
-    "presence_penalty": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
     "prompt_logprobs": (None,),
