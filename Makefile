@@ -23,7 +23,7 @@ test: $(VENV)/.dev
 	$(PY) -m pytest -n 2 --dist loadfile -m 'not slow'
 
 # And the tests that take long. What later needs more than a venv (browser, clients, systemd) hangs on this target.
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.clients
 	$(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
@@ -49,6 +49,10 @@ $(VENV)/.run: setup.cfg pyproject.toml constraints.txt | $(PY)
 $(VENV)/.dev: setup.cfg pyproject.toml constraints.txt | $(PY)
 	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.run
+
+$(VENV)/.clients: $(VENV)/.dev
+	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[clients]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -88,6 +88,8 @@ WORKER_BOARD: Final = BoardSpec(
         "generation_tokens",
         "prefix_query_tokens",
         "prefix_hit_tokens",
+        "num_draft_tokens",  # guessed; and of them right
+        "num_accepted_tokens",
         "coalesced_tokens",
     ),
     histograms={"step_us": STEP_BOUNDS_US, "itl_engine_us": ITL_BOUNDS_US},

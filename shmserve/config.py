@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from shmserve.request import MOST_SPECULATIVE_TOKENS
+
 Policy = Literal["coalesce", "block", "drop"]
-RunnerName = Literal["auto", "cpu", "torch", "simulated"]
+RunnerName = Literal["auto", "cpu", "cuda", "torch", "hf", "simulated"]
 
 
 class ConfigError(ValueError):
@@ -61,6 +63,7 @@ class WorkerConfig:
     prefix_cache: bool = True
     chunked_prefill: bool = True
     num_threads: int = 0
+    num_speculative_tokens: int = 0  # of a request that does not say it
     emission_log: str = ""
 
 
@@ -124,6 +127,12 @@ class Config:
             ("--tokenizer-threads", self.http.tokenizer_threads, 1, 64),
             ("--stream-interval", self.http.stream_interval, 1, 1 << 20),
             ("--threads", self.worker.num_threads, 0, 1_024),
+            (
+                "--num-speculative-tokens",
+                self.worker.num_speculative_tokens,
+                0,
+                MOST_SPECULATIVE_TOKENS,
+            ),
         ):
             if not low <= value <= high:
                 raise ConfigError(f"{flag} must be {low} to {high}, got {value}")

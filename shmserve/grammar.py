@@ -54,17 +54,21 @@ def from_json_object() -> str:
     return from_json_schema({"type": "object"})
 
 
-def from_regex(pattern: str) -> str:
+def from_regex(pattern: Any) -> str:
     """A regular expression that the whole text matches."""
     from llguidance import LLMatcher
 
+    if not isinstance(pattern, str):
+        raise GrammarError("a regular expression must be a string")
     return LLMatcher.grammar_from_regex(pattern)
 
 
-def from_choice(choices: Sequence[str]) -> str:
+def from_choice(choices: Any) -> str:
     """One of these strings."""
     from llguidance import LLMatcher
 
+    if not isinstance(choices, Sequence) or isinstance(choices, str):
+        raise GrammarError("choices must be a list")
     if not choices or len(choices) > MOST_CHOICES or not all(isinstance(c, str) for c in choices):
         raise GrammarError(f"choices must be 1 to {MOST_CHOICES} strings")
     if not all(choices):
@@ -72,11 +76,13 @@ def from_choice(choices: Sequence[str]) -> str:
     return LLMatcher.grammar_from_lark("start: " + "\n     | ".join(map(json.dumps, choices)))
 
 
-def from_ebnf(text: str) -> str:
+def from_ebnf(text: Any) -> str:
     """A context-free grammar: GBNF (llama.cpp's, xgrammar's: `root ::= ...`) or Lark (`start: ...`)."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
+    if not isinstance(text, str):
+        raise GrammarError("a grammar must be a string")
     if "::=" in text:
         try:
             text = gbnf_to_lark(text)

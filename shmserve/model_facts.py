@@ -116,7 +116,7 @@ def facts_of_folder(folder: Path) -> ModelFacts:
     context_length = next((length for length in lengths if length), None)
     if not vocab_size or not context_length:
         missing = "vocab_size" if not vocab_size else _CONTEXT_KEYS[0]
-        raise ModelError(f"{where}: it gives no {missing}")
+        raise ModelError(f"{where}: it gives no {missing} (model_type {architecture!r})")
     bos = token_id("bos")
     ends = _ids(generation.get("eos_token_id")) or _ids(body.get("eos_token_id"))
     return ModelFacts(

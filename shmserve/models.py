@@ -97,6 +97,11 @@ class PreparedModel:
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"{path}: the prepared tokenizer is damaged: {error}") from None
 
+    def num_token_ids(self) -> int:
+        """Ids from here to `vocab_size` have no token: they pad the model's matrices, and must never be sampled."""
+        named = (*self.special_token_ids, *self.eos_token_ids)
+        return max(self.token_bytes().num_used, *(token_id + 1 for token_id in named), 0)
+
     def token_bytes(self) -> TokenBytes:
         try:
             return TokenBytes.load(self.folder / "token_bytes.bin")

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
+
+MOST_SPECULATIVE_TOKENS: Final = 15
+"""So many tokens may be guessed for one sequence in a step, at most."""
 
 
 class FinishReason(IntEnum):
@@ -55,4 +59,5 @@ class SamplingParams:
     num_logprobs: int = -1  # -1: none; 0: the chosen token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for the prompt's tokens
     priority: int = 0  # lower runs earlier
+    num_speculative_tokens: int = 0  # guessed in a step and verified, at most; 0: none
     grammar: str = ""  # llguidance's text (`grammar.py`); the completion is a sentence of it

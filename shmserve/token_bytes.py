@@ -65,6 +65,12 @@ class TokenBytes:
             raise IndexError(f"token id {token_id} is outside 0..{len(self) - 1}")
         return self.data[self.offsets[token_id] : self.offsets[token_id + 1]]
 
+    @property
+    def num_used(self) -> int:
+        """Ids from here on have no token: they pad a model's matrices."""
+        used = np.flatnonzero(np.diff(self.offsets))
+        return int(used[-1]) + 1 if used.size else 0
+
     def table(self) -> list[bytes]:
         """All entries as Python objects: for loops that look up one id after the other."""
         ends = self.offsets.tolist()

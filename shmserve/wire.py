@@ -333,17 +333,18 @@ SUBMIT_DTYPE: Final = np.dtype(
             "req_id", "kind", "flags", "num_slots", "length", "time_ns", "arrival_ns", "deadline_ns", "seed",
             "priority", "max_tokens", "min_tokens", "temperature", "top_p", "min_p", "top_k",
             "frequency_penalty", "presence_penalty", "repetition_penalty", "num_logprobs", "prompt_logprobs",
+            "num_speculative_tokens",
         ],
         "formats": [
             "<u8", "u1", "u1", "<u2", "<u4", "<u8", "<u8", "<u8", "<u8",
             "<i4", "<u4", "<u4", "<f4", "<f4", "<f4", "<i4",
-            "<f4", "<f4", "<f4", "<i4", "<i4",
+            "<f4", "<f4", "<f4", "<i4", "<i4", "<u4",
         ],
-        "offsets": [0, 8, 9, 10, 12, 16, 24, 32, 40, 48, 52, 56, 60, 64, 68, 72, 76, 80, 84, 88, 92],
+        "offsets": [0, 8, 9, 10, 12, 16, 24, 32, 40, 48, 52, 56, 60, 64, 68, 72, 76, 80, 84, 88, 92, 96],
         "itemsize": _SECTIONS_OFFSET,
     }
 )  # fmt: skip
-_SUBMIT = struct.Struct("<QBBHIQQQQiIIfffifffii")
+_SUBMIT = struct.Struct("<QBBHIQQQQiIIfffifffiiI")
 _SUBMIT_HEAD = struct.Struct("<QBBHIQ")
 
 
@@ -394,7 +395,7 @@ def pack_submit(request: Submit) -> tuple[bytes, int]:
         request.req_id, SubmitKind.SUBMIT, flags, num_slots, len(body), request.submitted_ns,
         request.arrival_ns, request.deadline_ns, p.seed, p.priority, p.max_tokens, p.min_tokens,
         p.temperature, p.top_p, p.min_p, p.top_k, p.frequency_penalty, p.presence_penalty,
-        p.repetition_penalty, p.num_logprobs, p.prompt_logprobs,
+        p.repetition_penalty, p.num_logprobs, p.prompt_logprobs, p.num_speculative_tokens,
     )  # fmt: skip
     out = [head.ljust(_SECTIONS_OFFSET, b"\0") + body[:room]]
     for n in range(1, num_slots):
@@ -486,7 +487,7 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
     params = SamplingParams(
         max_tokens=f[10], min_tokens=f[11], temperature=f[12], top_p=f[13], min_p=f[14], top_k=f[15],
         frequency_penalty=f[16], presence_penalty=f[17], repetition_penalty=f[18], num_logprobs=f[19],
-        prompt_logprobs=f[20],
+        prompt_logprobs=f[20], num_speculative_tokens=f[21],
         seed=f[8], priority=f[9], stop=tuple(stops), stop_token_ids=stop_ids, logit_bias=bias,
         ignore_eos=bool(flags & SUBMIT_IGNORE_EOS), include_stop=bool(flags & SUBMIT_INCLUDE_STOP),
         skip_special_tokens=bool(flags & SUBMIT_SKIP_SPECIAL), grammar=grammar,

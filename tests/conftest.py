@@ -10,7 +10,8 @@ import pytest
 from shmserve.models import DEFAULT_MODEL, PreparedModel, prepare
 from shmserve.token_bytes import byte_of_character
 
-TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
+TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10}
+TYPE_IDS |= {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 
 # Before torch is imported: its threads would spin for neighbours that two busy cores never let run (a 0.1 s step took 10 s).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

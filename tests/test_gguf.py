@@ -74,8 +74,8 @@ def test_block_formats_give_the_values_worked_out_by_hand(type_name, block, expe
 
 
 def test_a_format_that_cannot_be_read_is_named_with_its_tensor(write_gguf):
-    path = write_gguf({}, {"blk.0.ffn_up.weight": ((256,), "Q6_K", bytes(210))})
-    with pytest.raises(GGUFError, match=r"toy\.gguf: tensor blk\.0\.ffn_up\.weight: .*Q6_K"):
+    path = write_gguf({}, {"blk.0.ffn_up.weight": ((256,), "Q2_K", bytes(84))})
+    with pytest.raises(GGUFError, match=r"toy\.gguf: tensor blk\.0\.ffn_up\.weight: .*Q2_K"):
         GGUFFile(path).array("blk.0.ffn_up.weight")
 
 

@@ -31,6 +31,8 @@ CLOSED = ("worker", "http")
 RINGS_ORDER = ("layout", "segment", "wakeup", "spsc", "policy", "channel", "board", "observe")
 USES_TORCH = ("shmserve.worker.torch_runner", "shmserve.worker.sampler", "shmserve.worker.models")
 USES_TORCH += ("shmserve.worker.kernels", "shmserve.worker.cuda_graphs", "shmserve.worker.philox")
+USES_TORCH += ("shmserve.worker.cuda", "shmserve.worker.torch_output")
+USES_TORCH += ("shmserve.worker.hf_attention", "shmserve.worker.hf_runner")
 USES_TORCH += ("shmserve.worker.cpu.loading", "shmserve.worker.cpu.runner")
 
 MODULES = sorted(

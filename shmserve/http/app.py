@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from shmserve import __version__
-from shmserve.http import health, native, utility
+from shmserve.http import health, native, openapi, utility
 from shmserve.http.anthropic import endpoints as anthropic
 from shmserve.http.anthropic.formats import error_response
 from shmserve.http.errors import ApiError
@@ -124,6 +124,12 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
     app.router.add_get("/ready", ready)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/version", version)
+    openapi_json = msgspec.json.encode(openapi.document(front.config.http.max_body_bytes))
+
+    async def openapi_document(request: web.Request) -> web.Response:
+        return web.Response(body=openapi_json, content_type="application/json")
+
+    app.router.add_get("/openapi.json", openapi_document)
     app.router.add_get("/flush_cache", flush_cache)
     app.router.add_post("/flush_cache", flush_cache)
 

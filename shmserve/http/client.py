@@ -262,7 +262,7 @@ class WorkerClient:
         if link is None:
             raise worker_died("it is restarting")
         entry = self._enter(link, index, signal, arrival_ns)
-        if params.num_logprobs >= 0:
+        if params.num_logprobs >= 0 or params.prompt_logprobs >= 0:
             entry.logprobs = LogprobLog()
         try:
             record, num_slots = pack_submit(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shmserve.http.detokenizer import Pieces
+from shmserve.wire import FLAG_RUN
 
 FLOOR: Final = -9999.0
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -38,9 +39,10 @@ class TokenLogprob:
 class LogprobLog:
     """Tokens with their logprobs, in order; those that were not yet taken. At most max_tokens of them."""
 
-    __slots__ = ("_pending", "_tops")
+    __slots__ = ("_pending", "_prompt", "_tops")
 
     def __init__(self) -> None:
+        self._prompt: dict[int, list[tuple[int, float]]] = {}
         self._pending: list[TokenLogprob] = []
         self._tops: dict[int, list[tuple[int, float]]] = {}
 
@@ -59,6 +61,26 @@ class LogprobLog:
         for i in range(slot[21]):
             top = self._tops.pop(index + i, ())
             self._pending.append(TokenLogprob(ids[i], finite(logprobs[i]), tuple(top)))
+
+    def add_prompt(self, slot: bytes) -> None:
+        """A PROMPT_LOGPROBS slot: a run of tokens, or one token's own pair and the most likely in its place."""
+        (index,) = _INDEX.unpack_from(slot, 16)
+        values = _PAIRS.unpack_from(slot, 32)
+        count = slot[21]
+        pairs = zip(values[:count], map(finite, values[12 : 12 + count]), strict=True)
+        if slot[23] & FLAG_RUN:
+            self._prompt.update((index + i, [pair]) for i, pair in enumerate(pairs))
+        else:
+            self._prompt.setdefault(index, []).extend(pairs)
+
+    def of_prompt(self, token_ids: Sequence[int]) -> list[TokenLogprob]:
+        """The prompt's tokens; the first has no logprob, since nothing stands before it."""
+        found = []
+        for index, token_id in enumerate(token_ids):
+            pairs = self._prompt.get(index)
+            own = pairs[0][1] if pairs else None
+            found.append(TokenLogprob(token_id, own, tuple(pairs[1:]) if pairs else ()))
+        return found
 
     def take(self, count: int) -> list[TokenLogprob]:
         """The next `count` tokens."""
@@ -110,6 +132,29 @@ def _named(token_id: int, logprob: float | None, texts: TokenTexts) -> dict[str,
         "logprob": logprob,
         "bytes": list(texts.raw(token_id)),
     }
+
+
+def prompt_logprobs(
+    tokens: Sequence[TokenLogprob], texts: TokenTexts
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: by token id, the token itself and the most likely; null for the first. `rank` is null beyond those."""
+    found: list[dict[str, Any] | None] = []
+    for token in tokens:
+        if token.logprob is None:
+            found.append(None)
+            continue
+        entries: dict[str, Any] = {
+            str(token_id): {"logprob": value, "rank": rank, "decoded_token": texts.name(token_id)}
+            for rank, (token_id, value) in enumerate(token.top, 1)
+        }
+        own = {
+            "logprob": token.logprob,
+            "rank": None,
+            "decoded_token": texts.name(token.token_id),
+        }
+        entries.setdefault(str(token.token_id), own)
+        found.append(entries)
+    return found
 
 
 class CompletionLogprobs:

@@ -128,6 +128,8 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
     num_logprobs = -1
     if parsed.return_logprob:
         num_logprobs = max(0, fields.num_logprobs("top_logprobs_num", parsed.top_logprobs_num))
+    start = fields.in_range("logprob_start_len", parsed.logprob_start_len, -1, 2**31 - 1, -1)
+    scores_prompt = num_logprobs >= 0 and start >= 0
     # SGLang's sign: higher runs earlier.
     priority = -fields.in_range("priority", parsed.priority, -(2**31) + 1, 2**31 - 1, 0)
     salt = fields.cache_salt(parsed.cache_salt)
@@ -143,6 +145,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         params = replace(
             _params(front, sampling, room),
             num_logprobs=num_logprobs,
+            prompt_logprobs=num_logprobs if scores_prompt else -1,
             priority=priority,
             grammar=await front.grammars.wanted_by(sampling),
         )
@@ -163,6 +166,8 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
                 TokenTexts(front.tokenizer.pieces_with_special, front.tokenizer.pieces_with_special)
                 if parsed.return_text_in_logprobs
                 else None,
+                want.prompt_ids.tolist() if scores_prompt else [],
+                start,
             )
             for index, (entry, want) in enumerate(zip(generation.entries, wanted, strict=True))
         ]
@@ -260,6 +265,8 @@ class _Answer:
         rid: str | None,
         incremental: bool,
         texts: TokenTexts | None,
+        scored_ids: list[int],
+        scored_from: int,
     ) -> None:
         self._entry = entry
         self._params = params
@@ -269,6 +276,8 @@ class _Answer:
         self._text = ""
         self._ids: list[int] = []
         self._texts = texts
+        self._scored_ids = scored_ids
+        self._scored_from = scored_from
         self._logprobs: list[TokenLogprob] = []
 
     def opening(self) -> bytes:
@@ -316,10 +325,12 @@ class _Answer:
         }
         if entry.logprobs is not None:
             chosen, top = native_logprobs(self._logprobs, self._texts)
-            meta["input_token_logprobs"] = []
+            scored = entry.logprobs.of_prompt(self._scored_ids)[max(0, self._scored_from) :]
+            of_prompt, top_of_prompt = native_logprobs(scored, self._texts)
+            meta["input_token_logprobs"] = of_prompt
             meta["output_token_logprobs"] = chosen
             if self._params.num_logprobs > 0:
-                meta["input_top_logprobs"] = []
+                meta["input_top_logprobs"] = top_of_prompt
                 meta["output_top_logprobs"] = top
         if is_last and entry.finish is not None:
             finish = entry.finish

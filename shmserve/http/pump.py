@@ -232,6 +232,8 @@ class Pump:
             entry.started = unpack_finish(slot)  # wakes nobody: see SseStream._first_word
         elif kind == TokenKind.TOP_LOGPROBS and entry.logprobs is not None:
             entry.logprobs.add_top(slot)
+        elif kind == TokenKind.PROMPT_LOGPROBS and entry.logprobs is not None:
+            entry.logprobs.add_prompt(slot)
         elif kind == TokenKind.MESSAGE:
             self._messages[entry.req_id] = self._messages.get(entry.req_id, "") + unpack_message(
                 slot

@@ -46,6 +46,7 @@ class Histogram:
         self.bounds = tuple(bounds)
         self._edges = np.asarray(bounds, np.float64)
         self._cells = cells
+        self._words = memoryview(cells).cast("B").cast("Q")
         self._num_buckets = len(bounds) + 1
 
     def observe(self, values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
@@ -57,12 +58,12 @@ class Histogram:
         self._cells[self._num_buckets] += np.uint64(len(values))
         self._cells[self._num_buckets + 1] += np.uint64(max(0, int(values.sum())))
 
-    def observe_one(self, value: int) -> None:
-        """Add one value, without numpy's fixed costs."""
-        cells = self._cells
-        cells[bisect_left(self.bounds, value)] += np.uint64(1)
-        cells[self._num_buckets] += np.uint64(1)
-        cells[self._num_buckets + 1] += np.uint64(max(0, value))
+    def observe_one(self, value: int, count: int = 1) -> None:
+        """Add one value, `count` times, without numpy's fixed costs."""
+        words = self._words
+        words[bisect_left(self.bounds, value)] += count
+        words[self._num_buckets] += count
+        words[self._num_buckets + 1] += max(0, value) * count
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 
 from shmserve import child
 from shmserve.boards import Phase
+from shmserve.config import WorkerConfig
 from shmserve.grammar import tokenizer_of
 from shmserve.models import PreparedModel
 from shmserve.rings.channel import Channel
@@ -83,7 +84,7 @@ class Worker:
         self.board["max_num_seqs"] = config.worker.max_num_seqs
         self.board["max_model_len"] = scheduler.capacity_tokens
         compiler = GrammarCompiler(lambda: tokenizer_of(self.model))
-        constraints = Constraints(compiler, runner.info.vocab_size)
+        constraints = Constraints(compiler, self.model.vocab_size)
         engine = Engine(
             runner, scheduler, conditions, config.rings, self.board, emission_log, constraints
         )
@@ -179,19 +180,50 @@ def build_runner(worker: Worker) -> ModelRunner:
         "num_threads": config.num_threads or None,
         "progress": worker.progress,
     }
+    if config.runner != "hf":
+        from shmserve.worker.models.config import UnknownArchitectureError
+
+        try:
+            return own_runner(config, model, limits)
+        except UnknownArchitectureError as error:
+            if config.runner != "auto" or model.format != "safetensors":
+                raise
+            log.info("transformers' own class is tried, on the CPU: %s", error)
+    from shmserve.worker.hf_runner import HFRunner
+
+    return HFRunner(model, **limits, num_token_ids=model.num_token_ids())
+
+
+def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any]) -> ModelRunner:
+    """A runner over our own decoder: CUDA, the C kernels or torch."""
+    if config.runner == "cuda" or (config.runner == "auto" and has_cuda()):
+        from shmserve.worker.cuda.runner import CudaRunner
+
+        # Its memory is the device's: how much of it is free is known when the weights are there.
+        own = {**limits, "kv_cache_bytes": config.kv_cache_bytes}
+        return CudaRunner(model, **own, kv_cache_fraction=config.kv_cache_fraction)
     if config.runner in ("auto", "cpu"):
         from shmserve.worker.cpu.build import KernelsError
         from shmserve.worker.cpu.runner import CpuRunner
 
         try:
-            return CpuRunner(model, **limits)
+            return CpuRunner(model, **limits, num_token_ids=model.num_token_ids())
         except KernelsError as error:
             if config.runner == "cpu":
                 raise
             log.warning("the torch runner computes, several times slower: %s", error)
     from shmserve.worker.torch_runner import TorchRunner
 
-    return TorchRunner(model, **limits)
+    return TorchRunner(model, **limits, num_token_ids=model.num_token_ids())
+
+
+def has_cuda() -> bool:
+    """Whether torch finds a CUDA device. Without a driver's device node it is not asked: importing it takes seconds."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/nvhost-gpu").exists():
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def kv_cache_bytes(fraction: float) -> int:

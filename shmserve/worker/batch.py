@@ -59,6 +59,8 @@ class Batch:
     sample_seqs   i4[R]  indices into the S sequences that sample a token in this step, ascending
     is_decode     every sequence computes exactly one token and samples
     prompt_parts  of those who asked for logprobs of their prompt
+    num_drafts    i4[R]  how many of the last tokens of each that samples are guesses, to be verified (verification.py);
+                  None: nobody guesses
     """
 
     step: int
@@ -72,6 +74,7 @@ class Batch:
     sample_seqs: I4
     is_decode: bool
     prompt_parts: tuple[PromptPart, ...] = ()
+    num_drafts: I4 | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -80,6 +83,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.shape[0])
+
+    @property
+    def num_guessed(self) -> int:
+        """Of its tokens, those that are guesses."""
+        return 0 if self.num_drafts is None else int(self.num_drafts.sum())
 
 
 @dataclass(frozen=True, slots=True)

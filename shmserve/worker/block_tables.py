@@ -26,7 +26,7 @@ import numpy as np
 
 from shmserve.worker.blocks import BlockAllocator
 from shmserve.worker.columns import Columns
-from shmserve.worker.prefix_cache import Node, Parent, PrefixCache
+from shmserve.worker.prefix_cache import TOKEN_BYTES, Node, Parent, PrefixCache
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sequence import Sequence
 
@@ -43,8 +43,11 @@ class BlockTables:
         self.blocks = BlockAllocator(info.num_blocks, self.cache)
         self.num_query_tokens = 0  # of prompts admitted for the first time
         self.num_hit_tokens = 0  # of them, found in the cache
+        self.num_edits = 0  # of block tables, but for those of `grow_each`
         self._columns = columns
         self._size = info.block_size
+        # A slice of a memoryview costs a third of one of an array.
+        self._token_bytes = memoryview(columns.token_ids).cast("B")
 
     # -- admission --------------------------------------------------------------------------------------------------------
 
@@ -87,7 +90,17 @@ class BlockTables:
         """`count` blocks more. Raises OutOfBlocksError."""
         self._append(sequence, self.blocks.allocate(count))
 
+    def grow_each(self, sequences: list[Sequence]) -> None:
+        """One block more for each. Raises OutOfBlocksError, and gives none, if there are too few."""
+        table, num_blocks = self._columns.block_table, self._columns.num_blocks
+        for sequence, block in zip(sequences, self.blocks.allocate(len(sequences)), strict=True):
+            row, held = sequence.row, sequence.blocks
+            table[row, len(held)] = block
+            held.append(block)
+            num_blocks[row] = len(held)
+
     def _append(self, sequence: Sequence, blocks: list[int]) -> None:
+        self.num_edits += 1
         row, have = sequence.row, len(sequence.blocks)
         sequence.blocks += blocks
         self._columns.block_table[row, have : have + len(blocks)] = blocks
@@ -133,8 +146,32 @@ class BlockTables:
             first += size
         columns.num_indexed[row] = first
 
+    def index_each(self, sequences: list[Sequence]) -> None:
+        """`index` of what each of them has computed, which for most is the one block that they have just filled."""
+        columns, size, insert = self._columns, self._size, self.cache.insert
+        num_indexed, num_computed = columns.num_indexed, columns.num_computed
+        num_bytes, row_bytes = size * TOKEN_BYTES, columns.token_ids.strides[0]
+        for sequence in sequences:
+            row, held = sequence.row, sequence.blocks
+            first = num_indexed.item(row)
+            num_due = num_computed.item(row) - first  # far below 0 for who is OUTSIDE
+            if num_due != size:
+                if num_due > size:
+                    self.index(sequence, first + num_due, is_computed=True)
+                continue
+            start = row * row_bytes + first * TOKEN_BYTES
+            at = first // size
+            node = insert(
+                sequence.cache_parent, self._token_bytes[start : start + num_bytes].tobytes(), held[at]
+            )
+            if node.block != held[at]:
+                self._replace(sequence, at, node)
+            sequence.cache_parent = node.uid
+            num_indexed[row] = first + size
+
     def _replace(self, sequence: Sequence, at: int, node: Node) -> None:
         """Hold the block of `node` in the place of one that is the sequence's own."""
+        self.num_edits += 1
         own = sequence.blocks[at]
         self.blocks.share(node.block)
         sequence.blocks[at] = node.block

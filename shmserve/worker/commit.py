@@ -21,6 +21,7 @@ from shmserve.wire import (
     pack_top_logprobs,
 )
 from shmserve.worker.batch import Batch, StepOutput
+from shmserve.worker.decode_records import DecodeRecords, intervals_since
 from shmserve.worker.prompt_scores import pack_scores
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.sequence import Sequence
@@ -36,7 +37,7 @@ class Committed:
     units: list[tuple[int, int, bytes]]
     endings: list[tuple[Sequence, Ending]]
     num_tokens: int
-    itl_ns: npt.NDArray[np.int64]  # one per sequence that had a token before
+    itl_ns: list[tuple[int, int]]  # times between tokens of one sequence, and how many of each
 
 
 class Committer:
@@ -48,9 +49,13 @@ class Committer:
         self._records = np.zeros(scheduler.max_num_seqs, TOKENS_DTYPE)
         self._records["kind"] = TokenKind.TOKENS
         self._records["count"] = 1
+        self._decode_records: DecodeRecords | None = None
 
     def commit(self, batch: Batch, output: StepOutput, publish_ns: int) -> Committed:
         """Append the step's tokens to their sequences, except those that were aborted meanwhile or whose logits failed."""
+        if self._is_plain(batch, output):
+            return self._commit_decode(batch, output, publish_ns)
+        self._decode_records = None
         columns = self._scheduler.columns
         rows = batch.rows[batch.sample_seqs]
         live = ~columns.is_aborted[rows]
@@ -59,8 +64,7 @@ class Committer:
             if live[index]:
                 live[index] = False
                 endings.append((self._sequence(rows[index]), Ending(FinishReason.ERROR)))
-        last = columns.last_time_ns[rows]
-        itl_ns = output.time_ns - last[live & (last > 0)]
+        itl_ns = intervals_since(columns.last_time_ns[rows[live]], output.time_ns)
         columns.last_time_ns[rows] = output.time_ns
         is_slow = columns.is_slow[rows]
         if output.counts is not None:
@@ -86,6 +90,38 @@ class Committer:
                 endings.append((sequence, ending))
         return Committed(records, columns.channel[rows[fast]], units, endings, num_tokens, itl_ns)
 
+    def _is_plain(self, batch: Batch, output: StepOutput) -> bool:
+        """Whether every sequence of the batch has made one token, and may keep it."""
+        return (
+            batch.is_decode
+            and output.counts is None
+            and not output.failed
+            and not np.count_nonzero(self._scheduler.columns.is_aborted)
+        )
+
+    def _commit_decode(self, batch: Batch, output: StepOutput, publish_ns: int) -> Committed:
+        known = self._decode_records
+        if known is None or known.rows is not batch.rows:
+            known = self._decode_records = DecodeRecords(
+                batch.rows, self._scheduler.columns, self._scheduler.sampling, self._records
+            )
+        endings: list[tuple[Sequence, Ending]] = []
+        token_ids = known.write(output, batch.step, _delay_us(output, publish_ns))
+        if token_ids is not None:
+            known.records["flags"] = self._end_columns(known.at, token_ids, endings)
+            self._decode_records = None
+        units: list[tuple[int, int, bytes]] = []
+        num_tokens = len(known.records)
+        for index in known.slow:
+            sequence = self._sequence(batch.rows[index])
+            unit, count, ending = self._commit_one(batch, output, sequence, index, publish_ns)
+            units.append((sequence.channel, sequence.req_id, unit))
+            num_tokens += count
+            if ending is not None:
+                endings.append((sequence, ending))
+        itl_ns = known.pass_time(output.time_ns)
+        return Committed(known.records, known.channels, units, endings, num_tokens, itl_ns)
+
     def _commit_prompts(
         self,
         batch: Batch,
@@ -110,7 +146,7 @@ class Committer:
         result: npt.NDArray[np.bool_] = ~has_ended[batch.sample_seqs]
         return result
 
-    def _sequence(self, row: int | np.int32) -> Sequence:
+    def _sequence(self, row: int | np.integer) -> Sequence:
         sequence = self._scheduler.by_row[int(row)]
         assert sequence is not None, row
         return sequence
@@ -130,23 +166,34 @@ class Committer:
         columns.token_ids[rows, position] = token_ids
         columns.num_tokens[rows] = position + 1
         self._scheduler.sampling.position[rows] += 1
-        by_stop, by_length = self._conditions.judge_columns(columns, rows, token_ids)
         records = self._records[: len(rows)]
         records["req_id"] = columns.req_id[rows]
         records["time_ns"] = output.time_ns
         records["index"] = position - columns.num_prompt[rows]
-        records["flags"] = by_stop  # FLAG_LAST_IS_STOP is 1
+        records["flags"] = self._end_columns(rows, token_ids, endings)
         records["step"] = batch.step
         records["token_ids"][:, 0] = token_ids
-        records["dt_us"][:, 0] = min(0xFFFF_FFFF, (publish_ns - output.time_ns) // 1000)
+        records["dt_us"][:, 0] = _delay_us(output, publish_ns)
         if output.logprobs is not None:
             records["logprobs"][:, 0] = output.logprobs[fast, 0]
+        return records
+
+    def _end_columns(
+        self,
+        rows: npt.NDArray[np.integer],
+        token_ids: npt.NDArray[np.int32],
+        endings: list[tuple[Sequence, Ending]],
+    ) -> npt.NDArray[np.bool_]:
+        """Append who ends with its new token; true where that is a stop id (FLAG_LAST_IS_STOP is 1)."""
+        by_stop, by_length = self._conditions.judge_columns(
+            self._scheduler.columns, rows, token_ids
+        )
         for index in np.flatnonzero(by_stop | by_length).tolist():
             ending = Ending(FinishReason.LENGTH)
             if by_stop[index]:
                 ending = Ending(FinishReason.STOP_TOKEN, matched_token=int(token_ids[index]))
             endings.append((self._sequence(rows[index]), ending))
-        return records
+        return by_stop
 
     def _commit_one(
         self, batch: Batch, output: StepOutput, sequence: Sequence, index: int, publish_ns: int
@@ -206,10 +253,14 @@ class Committer:
             record["count"] = len(part)
             record["step"] = batch.step
             record["token_ids"][0, : len(part)] = part
-            record["dt_us"][0, 0] = min(0xFFFF_FFFF, (publish_ns - output.time_ns) // 1000)
+            record["dt_us"][0, 0] = _delay_us(output, publish_ns)
             if output.logprobs is not None:
                 record["logprobs"][0, : len(part)] = output.logprobs[
                     index, start : start + len(part)
                 ]
             unit += record.tobytes()
         return unit
+
+
+def _delay_us(output: StepOutput, publish_ns: int) -> int:
+    return min(0xFFFF_FFFF, (publish_ns - output.time_ns) // 1000)

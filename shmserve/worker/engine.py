@@ -230,7 +230,8 @@ class Engine:
         if started:
             self._announce(started, now)
         self.step_count += 1
-        self._show_phase(Phase.DECODE if batch.is_decode else Phase.PREFILL, begin)
+        has_prompts = batch.num_tokens > batch.num_seqs + batch.num_guessed
+        self._show_phase(Phase.PREFILL if has_prompts else Phase.DECODE, begin)
         self.scheduler.sampling.expect_masks(self._constraints.begin_masks(batch))
         self._is_computing = True
         output = self.runner.run(batch, self.scheduler.sampling)
@@ -247,6 +248,10 @@ class Engine:
             if sequence.req_id in self._by_id:
                 self._finish(sequence, Ending(FinishReason.ABORT))
         self._publish(committed)
+        if batch.num_drafts is not None and output.counts is not None:
+            has_guessed = batch.num_drafts > 0
+            self._board.add("num_draft_tokens", batch.num_guessed)
+            self._board.add("num_accepted_tokens", int((output.counts - 1)[has_guessed].sum()))
         self._show(begin, committed)
         return True
 
@@ -368,7 +373,8 @@ class Engine:
         board["step"] = self.step_count
         board.add("generation_tokens", committed.num_tokens)
         board.histograms["step_us"].observe_one(elapsed // 1000)
-        board.histograms["itl_engine_us"].observe(committed.itl_ns // 1000)
+        for itl_ns, count in committed.itl_ns:
+            board.histograms["itl_engine_us"].observe_one(itl_ns // 1000, count)
         if elapsed > board["slowest_step_ns"]:
             board["slowest_step_ns"] = elapsed
         self._show_gauges()

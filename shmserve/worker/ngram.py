@@ -24,11 +24,12 @@ FIRST_GUESS: Final = 3
 class NgramIndex:
     """N-grams of one sequence's tokens, each with the place of the token that followed its last occurrence.
 
-    `most` bounds a guess. Memory: about 300 bytes a token of a sequence that speculates, none for others.
+    `most` bounds a guess. `num_guessed` is the length of the last guess, 0 once its success is known. Memory: about 300 bytes a token of a sequence that speculates, none for others.
     """
 
     def __init__(self, token_ids: npt.NDArray[np.int32], most: int) -> None:
         self.most = most
+        self.num_guessed = 0
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
         self._length = min(FIRST_GUESS, most)
@@ -63,6 +64,12 @@ class NgramIndex:
                     found += found[: count - len(found)]
                 return found
         return []
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """What came since the last guess: the guesses that were right, and a token behind them."""
+        self.learn(self.num_guessed, min(self.num_guessed, len(token_ids) - 1))
+        self.num_guessed = 0
+        self.extend(token_ids)
 
     def learn(self, num_guessed: int, num_accepted: int) -> None:
         """How the last guess did: sets the length of the next."""

@@ -23,7 +23,9 @@ class RunnerInfo:
     """What the scheduler must know of a runner.
 
     num_blocks counts KV blocks of block_size tokens; block 0 is kept for padding and never allocated.
-    max_tokens_per_step is 1 unless the runner speculates (the scheduler then keeps that many KV slots ahead).
+    max_tokens_per_step is 1 unless the runner makes tokens of its own accord, without being given guesses (the scheduler
+    then keeps that many KV slots ahead).
+    max_guesses: so many guessed tokens it verifies in one step (`Batch.num_drafts`); 0: it cannot, and is given none.
     supports_prefix_cache: rows may share blocks of earlier tokens, those computed in the same step included (block_tables.py).
     """
 
@@ -34,6 +36,7 @@ class RunnerInfo:
     block_size: int
     max_tokens_per_step: int = 1
     supports_prefix_cache: bool = True
+    max_guesses: int = 0
 
 
 class ModelRunner(Protocol):

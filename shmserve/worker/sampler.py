@@ -9,9 +9,11 @@ Laws
   - Candidates are ordered by logit, then by lower id; greedy is the first of that order.
   - logprobs come from the log-softmax of the model's own logits, before bias and temperature.
 
-A limited row (top-k, top-p or min-p) nearly always keeps no more than the HEAD most likely tokens, which one partial sort finds;
-each of them has its own random number. Rows that keep more, or all, are drawn in two steps, each a Gumbel-max: a bucket of BUCKET
-neighbouring ids by its summed weight, then an id in it. The distribution is the same for a hundredth of the random numbers.
+A row that keeps no more than HEAD tokens gives each of them its own random number; limited rows (top-k, top-p or min-p) nearly
+always do, and one partial sort finds them. Rows that keep more, or all, are drawn in two steps, each a Gumbel-max: a bucket of
+BUCKET neighbouring ids by its summed weight, then an id in it. The distribution is the same for a hundredth of the random numbers.
+
+This is the definition, for torch's own runner and the tests; the C kernels draw by the same rules (cpu/sampling.h).
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ F8 = npt.NDArray[np.float64]
 I8 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
-GREEDY_BELOW = 1e-5
 HEAD = 256
 BUCKET = 256
 
@@ -45,18 +46,31 @@ class Sample(NamedTuple):
     failed: tuple[int, ...]
 
 
+def score(logits: Tensor, token_ids: I4, num_top: int) -> tuple[F4, I4, F4]:
+    """Logprobs f4[R] of the token that stands for each row of `logits`, NaN where a logit is not finite; and the `num_top` most
+    likely of each, ids i4[R, N] and logprobs f4[R, N]."""
+    num_rows, num_top = logits.shape[0], min(num_top, logits.shape[1])
+    ids = np.zeros((num_rows, num_top), np.int32)
+    values = np.full((num_rows, num_top), np.nan, np.float32)
+    finite = np.flatnonzero(~_not_finite(logits))
+    wanted = np.full(num_rows, num_top, np.int32)
+    logprobs, top = _logprobs(logits, finite, token_ids, wanted)
+    for index, (row_ids, row_values) in (top or {}).items():
+        ids[index], values[index] = row_ids, row_values
+    return logprobs, ids, values
+
+
 def sample(logits: Tensor, rows: I4, state: SamplingState) -> Sample:
     """A token for each row of `logits` f32[R, V], which is overwritten; `rows` i4[R] are the row slots in `state`.
 
     `failed` names the rows that have no token: a logit was not finite, or nothing was left to choose from.
     """
-    failed = _not_finite(logits) | _has_penalty(rows, state)
+    failed = _not_finite(logits)
     is_asked = (state.num_logprobs[rows] >= 0) & ~failed
-    has_edits = bool(state.bias or state.banned_early)
-    raw = logits.clone() if has_edits and is_asked.any() else logits
-    if has_edits:
+    raw = logits.clone() if state.has_edits and is_asked.any() else logits
+    if state.has_edits:
         failed |= _edit(logits, rows, state)
-    is_greedy = (state.temperature[rows] < GREEDY_BELOW) | (state.top_k[rows] == 1)
+    is_greedy = state.is_greedy(rows)
     token_ids = np.zeros(rows.shape[0], np.int32)
     if is_greedy.all():
         token_ids[:] = logits.argmax(-1).numpy()
@@ -84,30 +98,34 @@ def _not_finite(logits: Tensor) -> Bool:
     return result
 
 
-def _has_penalty(rows: I4, state: SamplingState) -> Bool:
-    # Penalties need the sequence's history, which no column holds yet. The front end refuses them; a row that has one
-    # nevertheless fails rather than being sampled as if it had none.
-    result: Bool = (
-        (state.frequency_penalty[rows] != 0)
-        | (state.presence_penalty[rows] != 0)
-        | (state.repetition_penalty[rows] != 1)
-    )
-    return result
-
-
 def _edit(logits: Tensor, rows: I4, state: SamplingState) -> Bool:
-    """Apply logit_bias, penalties (here, between the two) and the min_tokens mask; true where no finite maximum is left."""
+    """Apply logit_bias, penalties and masks, in this order; true where no finite maximum is left."""
     values: F4 = logits.numpy()
     is_dead = np.zeros(rows.shape[0], np.bool_)
-    for index, row in enumerate(rows.tolist()):
-        bias, banned = state.bias.get(row), state.banned_early.get(row)
+    for index in np.flatnonzero(state.is_edited(rows)).tolist():
+        row = int(rows[index])
+        bias, seen, banned = state.bias.get(row), state.seen(row), state.bans(row)
+        mask = state.masks.get(row)
         if bias is not None:
             values[index, bias[0]] += bias[1]
-        if banned is not None and state.position[row] < state.min_tokens[row]:
+        if seen is not None:
+            values[index, seen[0]] = _penalised(values[index, seen[0]], seen[1], row, state)
+        if banned is not None:
             values[index, banned] = -np.inf
-        if bias is not None or banned is not None:
-            is_dead[index] = not np.isfinite(values[index].max())
+        if mask is not None:
+            is_allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            values[index, is_allowed[: values.shape[1]] == 0] = -np.inf
+        is_dead[index] = not np.isfinite(values[index].max())
     return is_dead
+
+
+def _penalised(values: F4, counts: I4, row: int, state: SamplingState) -> F4:
+    """Logits of tokens that were seen: made less likely by `repetition`, and by how often they were generated."""
+    repetition = state.repetition_penalty[row]
+    with np.errstate(over="ignore"):
+        values = np.where(values > 0, values / repetition, values * repetition)
+        loss = state.frequency_penalty[row] * counts.astype(np.float32)
+        return np.where(counts > 0, values - loss - state.presence_penalty[row], values)
 
 
 def _draw(logits: Tensor, rows: I4, state: SamplingState) -> I4:
@@ -129,9 +147,23 @@ def _draw(logits: Tensor, rows: I4, state: SamplingState) -> I4:
             kept: I8 | slice = slice(0, row.size)
             if not is_open[index]:
                 kept = _kept_of_row(row, temperature, top_k[index], top_p[index], min_p[index])
+                if kept.size <= HEAD:
+                    tokens[index] = _draw_each(row, kept, int(rows[index]), state)
+                    is_wide[index] = False
+                    continue
             weights[place, kept] = np.exp((row[kept] - row.max()) / temperature)
-        tokens[wide] = _draw_by_buckets(weights, rows[wide], state)
+        is_left = is_wide[wide]
+        if is_left.any():
+            tokens[wide[is_left]] = _draw_by_buckets(weights[is_left], rows[wide[is_left]], state)
     return tokens
+
+
+def _draw_each(logits: F4, kept: I8, row: int, state: SamplingState) -> int:
+    """A draw among the ids `kept` of one row, each with its own random number."""
+    log_weights = (logits[kept] - np.float64(logits.max())) / np.float64(state.temperature[row])
+    position = state.position[row, None].astype(np.uint64)
+    noise = gumbels(state.seed[row, None], position, kept.astype(np.uint64))
+    return int(kept[(log_weights + noise).argmax()])
 
 
 def _draw_from_head(logits: Tensor, rows: I4, state: SamplingState) -> tuple[I4, Bool]:
@@ -146,7 +178,7 @@ def _draw_from_head(logits: Tensor, rows: I4, state: SamplingState) -> tuple[I4,
     log_weights = (values - values[:, :1].astype(np.float64)) / temperature[:, None]
     weights, before = _weights(log_weights)
 
-    counts = (weights >= state.min_p[rows, None]).sum(1)
+    counts = (log_weights >= _least_log(state.min_p[rows])[:, None]).sum(1)
     counts = np.where(top_k > 0, np.minimum(counts, top_k), counts)
     # Tokens as likely as the head's last may lie outside it, so only those before them are known to come first.
     num_sure = (values > values[:, -1:]).sum(1) if vocab_size > HEAD else np.full(len(rows), HEAD)
@@ -173,6 +205,12 @@ def _draw_from_head(logits: Tensor, rows: I4, state: SamplingState) -> tuple[I4,
     return tokens.astype(np.int32), ~is_settled
 
 
+def _least_log(min_p: F4) -> F8:
+    """The least log-weight that min-p leaves."""
+    result: F8 = np.log(np.minimum(min_p, 1), dtype=np.float64)
+    return result
+
+
 def _weights(log_weights: F8) -> tuple[F8, F8]:
     """The weight of each ordered candidate, and of all before it."""
     weights = np.exp(log_weights)
@@ -184,7 +222,8 @@ def _weights(log_weights: F8) -> tuple[F8, F8]:
 def _kept_of_row(row: F4, temperature: np.float32, top_k: int, top_p: float, min_p: float) -> I8:
     """All ids that one row keeps, most likely first."""
     log_weights = (row - np.float64(row.max())) / temperature
-    is_candidate = np.exp(log_weights) >= min_p
+    is_candidate = log_weights >= (np.log(np.float64(min(min_p, 1))) if min_p > 0 else -np.inf)
+    is_candidate &= row > -np.inf
     if 0 < top_k < row.size:
         is_candidate &= row >= np.partition(row, -top_k)[-top_k]
     total: float | None = None

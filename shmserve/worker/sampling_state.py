@@ -8,6 +8,7 @@ with the seed it keys the random draw, so preemption and recompute repeat the sa
 from __future__ import annotations
 
 from concurrent.futures import Future
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -107,10 +108,19 @@ class SamplingState:
             return None
         return history.upto(int(self.num_prompt[row]) + int(self.position[row]))
 
-    def bans(self, row: int) -> I4 | None:
-        """Ids that may not come yet, since they would end it before `min_tokens`."""
+    def bans(self, row: int, ahead: int = 0) -> I4 | None:
+        """Ids that may not come yet, `ahead` tokens behind the next one, since they would end it before `min_tokens`."""
         banned = self.banned_early.get(row)
-        return banned if banned is not None and self.position[row] < self.min_tokens[row] else None
+        is_early = self.position[row] + ahead < self.min_tokens[row]
+        return banned if banned is not None and is_early else None
+
+    def ahead(self, count: int) -> SamplingState:
+        """This state as it will be `count` tokens on, for rows that may guess: neither penalties nor masks know those tokens."""
+        if not count:
+            return self
+        state = copy(self)
+        state.position = self.position + np.int32(count)
+        return state
 
     @property
     def has_edits(self) -> bool:

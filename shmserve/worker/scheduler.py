@@ -8,6 +8,7 @@ Each step takes one token of every decoding sequence, then prompt chunks, oldest
 none is free, the sequence that comes last (paused ones first, then by priority and arrival) is preempted: its blocks are
 freed and it waits again with all its tokens, to be recomputed. One that its client has paused is preempted for whoever waits,
 too. A sequence that could not run alone is refused at `add`, so the first in line always finishes: there is no livelock.
+What decodes may guess (speculation.py): its guesses are computed with its token in the same step, and verified by it.
 Full blocks of earlier tokens are found in the prefix cache and not computed again (block_tables.py); so is what a preempted
 sequence had computed, as far as nobody needed the room.
 
@@ -26,11 +27,13 @@ from shmserve.stop import StopMatcher
 from shmserve.worker.batch import Batch
 from shmserve.worker.block_tables import BlockTables
 from shmserve.worker.columns import STOP_COLUMNS, Columns
+from shmserve.worker.decode_set import DecodeSet
 from shmserve.worker.prefix_cache import Node
 from shmserve.worker.prompt_scores import prompt_parts
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.sequence import Sequence
+from shmserve.worker.speculation import Speculation
 
 
 class NeverFitsError(ValueError):
@@ -66,6 +69,7 @@ class Scheduler:
         self.sampling = SamplingState(max_num_seqs)
         self.tables = BlockTables(info, self.columns, is_caching=caches_prefixes)
         self.blocks = self.tables.blocks
+        self.speculation = Speculation(info, self.columns, self.tables)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # in order of admission
         self._prefilling: list[Sequence] = []  # those of `running` that still compute their prompt
@@ -78,6 +82,7 @@ class Scheduler:
         self._decode_rows: npt.NDArray[np.int32] | None = (
             None  # None: a sequence came, left or changed
         )
+        self._decode_set: DecodeSet | None = None  # of those rows, unless it was overtaken
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +118,8 @@ class Scheduler:
         """The next step's batch (None if there is nothing to compute) and the sequences that it schedules first."""
         decode_rows = self._ready_to_decode()
         budget = self.max_num_batched_tokens - len(decode_rows)
+        guesses = self.speculation.guesses(decode_rows, budget, len(self.running))
+        budget -= sum(map(len, guesses.values()))
         chunks: list[tuple[Sequence, int]] = []
         for sequence in self._prefilling:
             if budget > 0 and not sequence.is_paused:
@@ -126,12 +133,23 @@ class Scheduler:
             started.append(first)
             chunks.append((first, self._take_chunk(first, budget)))
             budget -= chunks[-1][1]
-        if not len(decode_rows) and not chunks:
+        if chunks or guesses:
+            return self._batch(step, decode_rows, guesses, chunks), started
+        if not len(decode_rows):
             return None, started
-        return self._batch(step, decode_rows, chunks), started
+        if self._decode_set is None:
+            self._decode_set = DecodeSet(
+                decode_rows, self.info, self.columns, self.tables, self.by_row
+            )
+        return self._decode_set.batch(step), started
 
     def _ready_to_decode(self) -> npt.NDArray[np.int32]:
         """Rows that decode in this step, each with room for its token; preempts until that is so."""
+        known = self._decode_set
+        is_same = known is not None and known.rows is self._decode_rows
+        if known is not None and is_same and known.goes_on() and known.grow():
+            return known.rows
+        self._decode_set = None
         while True:
             rows = self._decode_rows
             if rows is None:
@@ -217,6 +235,7 @@ class Scheduler:
             num_prompt,
         )
         self.tables.enter(sequence, found, int(self._blocks_for(num_tokens)))
+        self.speculation.enter(sequence)
         sequence.is_prefilling = True
         self._prefilling.append(sequence)
         if not sequence.admitted_ns:
@@ -247,6 +266,7 @@ class Scheduler:
         self.tables.leave(sequence)
         sequence.row = -1
         self.sampling.clear(row)
+        self.speculation.leave(row)
         self.columns.give_row(row)
         self._decode_rows = None
 
@@ -272,20 +292,23 @@ class Scheduler:
 
         `failed` is as in `StepOutput`. Called before the step's tokens are appended.
         """
+        if self._decode_set is not None and self._decode_set.made(batch):
+            full = self._decode_set.advance()
+            self._distrust(batch, failed)
+            if full:
+                self.tables.index_each(full)
+            return
         columns = self.columns
-        columns.num_computed[batch.rows] = batch.kv_lens
-        for index in failed:
-            broken = self.by_row[int(batch.rows[batch.sample_seqs[index]])]
-            if broken is not None:
-                self.tables.distrust(broken, self.running)
-        # A guessed token is not known yet: its block is indexed in the step after it was kept.
+        # A guessed token is not known yet: if it is kept, the commit says that it was computed, and the step after that indexes it.
         known = np.minimum(batch.kv_lens, columns.num_tokens[batch.rows])
+        columns.num_computed[batch.rows] = known
+        self._distrust(batch, failed)
         is_due = known - columns.num_indexed[batch.rows] >= self.info.block_size
         for index in np.flatnonzero(is_due).tolist():
             sequence = self.by_row[int(batch.rows[index])]
             if sequence is not None:
                 self.tables.index(sequence, int(known[index]), is_computed=True)
-        if batch.is_decode:
+        if batch.is_decode or not self._prefilling:
             return
         for index in batch.sample_seqs.tolist():
             sequence = self.by_row[int(batch.rows[index])]
@@ -296,41 +319,56 @@ class Scheduler:
                 self._prefilling.remove(sequence)
                 self._decode_rows = None
 
+    def _distrust(self, batch: Batch, failed: tuple[int, ...]) -> None:
+        for index in failed:
+            broken = self.by_row[int(batch.rows[batch.sample_seqs[index]])]
+            if broken is not None:
+                self.tables.distrust(broken, self.running)
+
     def _batch(
         self,
         step: int,
         decode_rows: npt.NDArray[np.int32],
+        guesses: dict[int, list[int]],
         chunks: list[tuple[Sequence, int]],
     ) -> Batch:
+        """A step in which somebody computes more than one token (`DecodeSet` makes the others)."""
         columns, size = self.columns, self.info.block_size
         rows, num_decode = decode_rows, len(decode_rows)
         counts = np.ones(num_decode + len(chunks), np.int32)
         if chunks:
             rows = np.concatenate([decode_rows, np.array([s.row for s, _ in chunks], np.int32)])
             counts[num_decode:] = [count for _, count in chunks]
+        num_drafts: npt.NDArray[np.int32] | None = None
+        if guesses:
+            num_drafts = np.zeros(len(rows), np.int32)
+            num_drafts[list(guesses)] = [len(guess) for guess in guesses.values()]
+            counts += num_drafts
         computed = columns.num_computed[rows]
         kv_lens = computed + counts
         table = columns.block_table[rows, : max(1, int(columns.num_blocks[rows].max()))]
-        if not chunks:
-            cu = np.arange(num_decode + 1, dtype=np.int32)
-            positions, owner = computed, cu[:-1]
-        else:
-            cu = np.zeros(len(rows) + 1, np.int32)
-            np.cumsum(counts, out=cu[1:])
-            owner = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-            positions = np.arange(cu[-1], dtype=np.int32) - cu[owner] + computed[owner]
+        cu = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=cu[1:])
+        owner = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+        positions = np.arange(cu[-1], dtype=np.int32) - cu[owner] + computed[owner]
+        token_ids = columns.token_ids[rows[owner], positions]
+        for index, guess in guesses.items():
+            token_ids[cu[index] + 1 : cu[index + 1]] = guess
+        num_known = kv_lens if num_drafts is None else kv_lens - num_drafts
+        sample_seqs = np.flatnonzero(num_known == columns.num_tokens[rows]).astype(np.int32)
         return Batch(
             step=step,
             rows=rows,
-            token_ids=columns.token_ids[rows[owner], positions],
+            token_ids=token_ids,
             positions=positions,
             kv_slots=table[owner, positions // size] * size + positions % size,
             cu_seqlens=cu,
             block_table=table,
             kv_lens=kv_lens,
-            sample_seqs=np.flatnonzero(kv_lens == columns.num_tokens[rows]).astype(np.int32),
-            is_decode=not chunks,
+            sample_seqs=sample_seqs,
+            is_decode=False,
             prompt_parts=prompt_parts(columns, chunks, num_decode, cu),
+            num_drafts=None if num_drafts is None else num_drafts[sample_seqs],
         )
 
     def check(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.request import SamplingParams
+from shmserve.worker.ngram import NgramIndex
 from shmserve.worker.prefix_cache import Parent
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Sequence:
     matcher: StopMatcher | None = None
     grammar: LLMatcher | None = None
     """It has consumed exactly the tokens that were generated. None while it is compiled, and for who has none."""
+    guesser: NgramIndex | None = None
+    """Of one that speculates, from its first admission on."""
     is_paused: bool = False
     yields: bool = False
     """Paused by its client, for who knows how long: whoever waits may have its row and blocks."""

@@ -19,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.token_bytes import TokenBytes
-from shmserve.worker.batch import F4, I4, Batch, StepOutput
+from shmserve.worker.batch import F4, I4, Batch, PromptPart, PromptScores, StepOutput
 from shmserve.worker.grammars import allowed
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.verification import kept_of, places_of
 
 FORCING_BIAS = 100.0
+MOST_GUESSES = 4_096
 
 
 class ScriptError(ValueError):
@@ -95,6 +97,7 @@ class SimulatedRunner:
             num_blocks=num_blocks,
             block_size=block_size,
             max_tokens_per_step=widest,
+            max_guesses=0 if self._script else MOST_GUESSES,
         )
         self._step_ns = max(1, int(step_ms * 1e6))
         self._plain = plain_ids(token_bytes, special_ids)
@@ -103,25 +106,39 @@ class SimulatedRunner:
 
     def run(self, batch: Batch, sampling: SamplingState) -> StepOutput:
         """Sleep until the step's end, then answer. Grid points are absolute, so one late step does not delay the next."""
-        rows = batch.rows[batch.sample_seqs]
-        drawn = mix(sampling.seed[rows], sampling.position[rows]) % np.uint64(len(self._plain))
-        token_ids = self._plain[drawn.astype(np.intp)][:, None]
+        places = places_of(batch)
+        rows, positions = places.rows, sampling.position[places.rows]
+        if places.ahead is not None:
+            positions = positions + places.ahead
+        drawn = mix(sampling.seed[rows], positions) % np.uint64(len(self._plain))
+        token_ids = self._plain[drawn.astype(np.intp)]
         for i, row in enumerate(rows.tolist() if sampling.bias else ()):
             if row in sampling.bias:
                 ids, values = sampling.bias[row]
                 if values.max() >= FORCING_BIAS:
-                    token_ids[i, 0] = ids[values.argmax()]
+                    token_ids[i] = ids[values.argmax()]
         for i, row in enumerate(rows.tolist() if sampling.masks else ()):
             if row in sampling.masks:
                 may = np.flatnonzero(allowed(sampling.masks[row][None], self.info.vocab_size)[0])
-                token_ids[i, 0] = may[drawn[i] % len(may)] if len(may) else self._eos_id
-        counts = None
+                token_ids[i] = may[drawn[i] % len(may)] if len(may) else self._eos_id
+        kept = kept_of(batch, places, token_ids)
+        token_ids, counts, rows = kept.token_ids, kept.counts, batch.rows[batch.sample_seqs]
         if self._script:
             token_ids, counts = self._follow_script(rows, token_ids, sampling)
         logprobs, top = self._logprobs(token_ids, sampling.num_logprobs[rows])
         due = (time.monotonic_ns() // self._step_ns + 1) * self._step_ns
         self._wait_until(due)
-        return StepOutput(token_ids, time.monotonic_ns(), counts, logprobs, top)
+        scores = tuple(map(self._score, batch.prompt_parts))
+        now = time.monotonic_ns()
+        return StepOutput(token_ids, now, counts, logprobs, top, prompt_scores=scores)
+
+    def _score(self, part: PromptPart) -> PromptScores:
+        """A part of a prompt, as if each of its tokens had been drawn."""
+        num_tokens, num_top = len(part.token_ids), min(part.num_top, self.info.vocab_size)
+        values, top = self._logprobs(part.token_ids[None], np.array([num_top], np.int32))
+        assert values is not None
+        none = np.zeros((num_tokens, 0), np.int32), np.zeros((num_tokens, 0), np.float32)
+        return PromptScores(part, values[0], *(top or {}).get(0, none))
 
     def _logprobs(
         self, token_ids: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]

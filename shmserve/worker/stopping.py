@@ -44,7 +44,7 @@ class StopConditions:
         self._special_ids = frozenset(special_ids)
 
     def judge_columns(
-        self, columns: Columns, rows: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
+        self, columns: Columns, rows: npt.NDArray[np.integer], token_ids: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """(ended by a stop id, ended by length) for rows that have just been given one token each."""
         num_tokens = columns.num_tokens[rows]

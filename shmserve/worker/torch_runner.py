@@ -11,6 +11,7 @@ never in more. Sampling adds nothing to that: each row has its own random stream
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ from shmserve.worker.models.config import (
     DecoderConfig,
     ModelLoadError,
     config_from_gguf,
-    config_from_hf,
 )
 from shmserve.worker.models.decoder import Decoder
+from shmserve.worker.models.hf_config import config_from_hf
 from shmserve.worker.models.weights import (
     GGUFSource,
     SafetensorsSource,
@@ -34,8 +35,9 @@ from shmserve.worker.models.weights import (
     load_weights,
 )
 from shmserve.worker.runner import Progress, RunnerInfo
-from shmserve.worker.sampler import sample
 from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.sizing import sized
+from shmserve.worker.torch_output import output_of
 
 if TYPE_CHECKING:
     from shmserve.models import PreparedModel
@@ -46,6 +48,7 @@ BYTES_PER_VALUE = 4
 class TorchRunner:
     """`ModelRunner` over torch's own operators.
 
+    `num_token_ids` is how many ids have a token, where the model's vocabulary is padded: the others do not exist for anybody.
     `max_model_len` None means as much of the model's context as `kv_cache_bytes` can hold. Raises ModelLoadError, one line,
     for a model that cannot be loaded or a KV cache too small for one sequence.
     """
@@ -61,6 +64,7 @@ class TorchRunner:
         block_size: int = 16,
         num_threads: int | None,
         progress: Progress,
+        num_token_ids: int | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -69,6 +73,7 @@ class TorchRunner:
         kv_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         per_block = BYTES_PER_VALUE * kv_values * block_size
         info = sized("torch-cpu", config, per_block, max_model_len, kv_cache_bytes, block_size)
+        num_ids = min(info.vocab_size, num_token_ids or info.vocab_size)
         with torch.inference_mode():
             weights = load_weights(source, config, lambda share: progress("loading weights", share))
             self._decoder = Decoder(config, weights, info.max_model_len)
@@ -76,7 +81,7 @@ class TorchRunner:
                 config.num_layers, info.num_blocks, block_size, config.num_kv_heads, config.head_dim
             )
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
-        self._info = info
+        self._info = replace(info, vocab_size=num_ids, max_guesses=max_num_batched_tokens)
 
     @property
     def info(self) -> RunnerInfo:
@@ -88,6 +93,7 @@ class TorchRunner:
         assert batch.num_tokens <= self._max_num_tokens, (batch.num_tokens, self._max_num_tokens)
         if not batch.num_tokens:
             return StepOutput(np.zeros((0, 1), np.int32), time.monotonic_ns())
+        num_ids = self._info.vocab_size
         with torch.inference_mode():
             self._cache.clear_opened(batch.kv_slots)
             hidden = self._decoder.hidden_states(
@@ -100,18 +106,11 @@ class TorchRunner:
                     for window in self._windows
                 },
             )
-            if not batch.sample_seqs.size:
-                return StepOutput(np.zeros((0, 1), np.int32), time.monotonic_ns())
-            last_rows = torch.from_numpy(batch.cu_seqlens[1:][batch.sample_seqs] - 1)
-            logits = self._decoder.logits(hidden[last_rows])
-            result = sample(logits, batch.rows[batch.sample_seqs], sampling)
-        return StepOutput(
-            token_ids=result.token_ids[:, None],
-            time_ns=time.monotonic_ns(),
-            logprobs=None if result.logprobs is None else result.logprobs[:, None],
-            top=result.top,
-            failed=result.failed,
-        )
+            return output_of(
+                batch,
+                sampling,
+                lambda rows: self._decoder.logits(hidden[torch.from_numpy(rows)])[:, :num_ids],
+            )
 
     def close(self) -> None:
         """Let weights and cache go."""
@@ -130,39 +129,8 @@ def open_model(weights: Path, format: str) -> tuple[DecoderConfig, TensorSource]
         return config, GGUFSource(file, config)
     if format == "safetensors":
         folder = weights if weights.is_dir() else weights.parent
-        return config_from_hf(folder / "config.json"), SafetensorsSource(folder)
+        config = config_from_hf(folder / "config.json")
+        return config, SafetensorsSource(folder, config)
     raise ModelLoadError(
         f"{weights}: format {format!r} is not supported (supported: gguf, safetensors)"
-    )
-
-
-def sized(
-    name: str,
-    config: DecoderConfig,
-    bytes_per_block: int,
-    max_model_len: int | None,
-    kv_cache_bytes: int,
-    block_size: int,
-) -> RunnerInfo:
-    """What fits: block 0 is padding, the others hold the tokens of all sequences."""
-    num_blocks = kv_cache_bytes // bytes_per_block
-    capacity = (num_blocks - 1) * block_size
-    if max_model_len is None:
-        max_model_len = min(config.context_length, capacity)
-    elif max_model_len > config.context_length:
-        raise ModelLoadError(
-            f"max_model_len {max_model_len} is beyond the model's context of {config.context_length} tokens"
-        )
-    if capacity < max(max_model_len, block_size):
-        needed = (-(-max(max_model_len, block_size) // block_size) + 1) * bytes_per_block
-        raise ModelLoadError(
-            f"a KV cache of {kv_cache_bytes} bytes holds {max(capacity, 0)} tokens, but one sequence of "
-            f"{max(max_model_len, block_size)} needs {needed} bytes"
-        )
-    return RunnerInfo(
-        name=name,
-        vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        block_size=block_size,
     )

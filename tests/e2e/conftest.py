@@ -41,6 +41,15 @@ def simulated(
 
 
 @pytest.fixture
+def short(
+    default_model: PreparedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A simulated server of a small context: who asks for no limit gets a short answer."""
+    flags = ("--runner=simulated", "--step-ms=0.5", "--max-model-len=256")
+    yield from _serve(tmp_path_factory, "short", *flags)
+
+
+@pytest.fixture
 def force() -> Callable[[int], dict[str, object]]:
     """force(id): the fields that make a server give this token at every step."""
     return lambda token_id: {"temperature": 0, "logit_bias": {str(token_id): 100}}

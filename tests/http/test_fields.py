@@ -200,13 +200,12 @@ def test_a_value_that_asks_for_something_is_refused_by_type_too():
 
 
 def test_penalties_reach_the_worker_and_nothing_said_is_neutral():
-    common = {
-        name: None
-        for name in (
+    common = dict.fromkeys(
+        (
             *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos"),
             *("stop_token_ids", "include_stop", "skip_special_tokens"),
         )
-    }
+    )
     common |= {"max_tokens": 4, "stop": (), "bias": (), "seed": 1, "vocab_size": 9}
     said = fields.sampling_params(
         **common, frequency_penalty=-2, presence_penalty=0.5, repetition_penalty=1.25

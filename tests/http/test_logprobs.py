@@ -173,3 +173,57 @@ def test_line_separators_of_an_echoed_prompt_are_escaped_C5(asker):
     assert stream.objects()[0]["choices"][0]["text"] == "a\u2028b\u0085c\r\nd"
     assert b"\xe2\x80\xa8" not in stream.raw and b"\xc2\x85" not in stream.raw
     assert b"\r" not in stream.raw
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_echo_with_logprobs_scores_the_prompt_streamed_and_plain_G3(asker, force, top):
+    fields = {"prompt": "Hello world", "echo": True, "logprobs": top, "max_tokens": 3}
+    fields |= force(2767)
+    plain = asker.complete(**fields)["choices"][0]["logprobs"]
+    assert plain["text_offset"] == [0, 5, 11, 15, 19]
+    assert plain["tokens"] == ["Hello", " world", " dog", " dog", " dog"]
+    assert plain["token_logprobs"][0] is None
+    assert all(isinstance(value, float) for value in plain["token_logprobs"][1:])
+    whole = {key: [] for key in ("tokens", "token_logprobs", "text_offset")}
+    for chunk in asker.stream(**fields).objects():
+        part = chunk["choices"][0]["logprobs"]
+        for key in whole if part is not None else ():
+            whole[key] += part[key]
+    assert whole == {key: plain[key] for key in whole}
+    without = asker.complete(**(fields | {"echo": False}))["choices"][0]["logprobs"]
+    assert without["text_offset"] == [0, 4, 8]
+
+
+def test_prompt_logprobs_are_by_token_id_and_null_for_the_first(asker):
+    choice = asker.complete(prompt="Hello world", prompt_logprobs=2, max_tokens=1)["choices"][0]
+    first, second = choice["prompt_logprobs"]
+    assert first is None
+    assert second["905"]["decoded_token"] == " world" and len(second) in (2, 3)
+    whole = chat(asker, prompt_logprobs=0, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    assert len(whole) == 31 and whole[0] is None and len(whole[1]) == 1
+
+
+def test_prompt_logprobs_of_a_stream_are_refused_in_vllms_words(asker):
+    answer = asker.post("/v1/completions", {"prompt": "Hi", "prompt_logprobs": 1, "stream": True})
+    assert answer.error()["message"] == ("`prompt_logprobs` are not available when `stream=True`.")
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_generate_scores_the_prompt_from_where_it_is_told(asker, start):
+    body = {
+        "input_ids": [19556, 905, 905],
+        "sampling_params": {"max_new_tokens": 2},
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+    meta = asker.post("/generate", body).json()["meta_info"]
+    scored = meta["input_token_logprobs"]
+    assert [entry[1] for entry in scored] == [19556, 905, 905][start:]
+    assert (scored[0][0] is None) == (start == 0)
+
+
+def test_long_prompts_are_scored_over_several_chunks(asker):
+    ids = [19556, 905] * 1500
+    choice = asker.complete(prompt=ids, prompt_logprobs=1, max_tokens=1)["choices"][0]
+    assert len(choice["prompt_logprobs"]) == 3000
+    assert all(entry is not None for entry in choice["prompt_logprobs"][1:])

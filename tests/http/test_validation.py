@@ -376,7 +376,6 @@ UNSUPPORTED = {
     "/v1/completions": {
         "suffix": "x",
         "best_of": 2,
-        "prompt_logprobs": 1,
     },
     "/v1/chat/completions": {
         "functions": [{}],

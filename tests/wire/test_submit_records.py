@@ -56,6 +56,7 @@ def test_golden_submit():
         presence_penalty=-1.0, repetition_penalty=2.0, seed=0xA1A2A3A4A5A6A7A8, min_tokens=0x11,
         ignore_eos=True, stop=(b"END", b"\xff"), stop_token_ids=(7,), include_stop=True,
         skip_special_tokens=True, logit_bias=((5, 100.0),), num_logprobs=3, priority=-1,
+        prompt_logprobs=2, num_speculative_tokens=7,
     )  # fmt: skip
     data, num_slots = pack_submit(
         Submit(
@@ -75,6 +76,7 @@ def test_golden_submit():
         "ffffffff 10000000 11000000"  # 48 priority, max_tokens, min_tokens
         "0000003f 0000803e 0000003e feffffff"  # 60 temperature, top_p, min_p, top_k
         "0000803f 000080bf 00000040 03000000"  # 76 penalties, num_logprobs
+        "02000000 07000000"  # 92 prompt_logprobs, num_speculative_tokens
     )
     sections = bytes.fromhex(
         "0100 0000 08000000 01000000 02000000"  # prompt ids
@@ -125,6 +127,7 @@ def test_dtype_of_submit_agrees_with_its_struct():
     values = {
         "max_tokens": 1, "min_tokens": 2, "temperature": 3.0, "top_p": 4.0, "min_p": 5.0, "top_k": 6, "frequency_penalty": 7.0,
         "presence_penalty": 8.0, "repetition_penalty": 9.0, "num_logprobs": 10, "seed": 11, "priority": 12,
+        "prompt_logprobs": 16, "num_speculative_tokens": 17,
     }  # fmt: skip
     slot, _ = pack_submit(
         Submit(REQ_ID, np.zeros(1, np.int32), SamplingParams(**values), arrival_ns=13, submitted_ns=14, deadline_ns=15)

@@ -52,6 +52,7 @@ class FrontEnd:
         self.finished: dict[int, wire.FinishRecord] = {}
         self.last_is_stop: set[int] = set()
         self.top: dict[tuple[int, int], list[int]] = {}
+        self.prompt: dict[int, list[tuple[list[int], list[float]]]] = {}
         self.num_slots = 0
         self.kinds: list[TokenKind] = []
 
@@ -98,6 +99,8 @@ class FrontEnd:
             assert record["index"] >= len(self.tokens[req_id]), "they stand before their TOKENS"
             top = self.top.setdefault((req_id, int(record["index"])), [])
             top += record["token_ids"][: record["count"]].tolist()
+        elif kind is TokenKind.PROMPT_LOGPROBS:
+            self._take_prompt(req_id, np.frombuffer(slot, wire.TOP_DTYPE)[0])
         elif kind is TokenKind.MESSAGE:
             self.messages[req_id] += wire.unpack_message(slot)
         else:
@@ -108,6 +111,21 @@ class FrontEnd:
                 "an error, and only an error, is explained"
             )
             assert is_error or record.completion_tokens == len(self.tokens[req_id])
+
+    def _take_prompt(self, req_id: int, record: np.void) -> None:
+        """`prompt[req_id][i]` becomes (ids, logprobs) of token i + 1 of the prompt: its own, then the most likely."""
+        assert req_id in self.started and not self.tokens[req_id], "not between STARTED and tokens"
+        said, count = self.prompt.setdefault(req_id, []), int(record["count"])
+        pairs = record["token_ids"][:count].tolist(), record["logprobs"][:count].tolist()
+        if record["flags"] & wire.FLAG_RUN:
+            assert record["index"] == len(said) + 1, "a hole"
+            said += [([token], [value]) for token, value in zip(*pairs, strict=True)]
+        elif record["index"] == len(said) + 1:
+            said.append(pairs)
+        else:
+            assert record["index"] == len(said), "a hole"
+            for ours, more in zip(said[-1], pairs, strict=True):
+                ours += more
 
     def _take_tokens(self, req_id: int, record: np.void) -> None:
         assert req_id in self.started, "tokens before STARTED"

@@ -92,10 +92,10 @@ def test_plain_tokens_go_out_as_columns():
 
 def test_itl_is_counted_between_tokens_of_one_sequence():
     desk = Desk(params(), params(stop=(b"zz",)))
-    assert desk.deal([4], [4]).itl_ns.tolist() == []
-    assert desk.deal([4], [4]).itl_ns.tolist() == [1_000_000] * 2
+    assert desk.deal([4], [4]).itl_ns == []
+    assert desk.deal([4], [4]).itl_ns == [(1_000_000, 2)]
     desk.now_ns += 5_000_000
-    assert desk.deal([4], [4]).itl_ns.tolist() == [6_000_000] * 2
+    assert desk.deal([4], [4]).itl_ns == [(6_000_000, 2)]
 
 
 def test_eos_at_the_first_token_is_a_record_and_an_ending():
@@ -227,7 +227,7 @@ def test_aborted_under_the_forward_pass_gets_no_token():
     done = desk.deal([EOS], [EOS], [6], under_forward=abort)
     assert done.records["req_id"].tolist() == [3]
     assert (done.units, done.endings, done.num_tokens) == ([], [], 1)
-    assert done.itl_ns.tolist() == [1_000_000]
+    assert done.itl_ns == [(1_000_000, 1)]
     assert [kept(s, desk) for s in desk.sequences] == [[4], [4], [4, 6]]
 
 
@@ -240,7 +240,7 @@ def test_a_row_whose_logits_failed_ends_with_an_error_and_the_others_go_on():
         (desk.sequences[2], Ending(FinishReason.ERROR)),
     ]
     assert done.records["token_ids"][:, 0].tolist() == [7]
-    assert done.itl_ns.tolist() == [1_000_000]  # a failed row made no token
+    assert done.itl_ns == [(1_000_000, 1)]  # a failed row made no token
     assert [kept(s, desk) for s in desk.sequences] == [[4], [4, 7], [4]]
 
 

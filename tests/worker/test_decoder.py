@@ -12,7 +12,8 @@ from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.worker.batch import Batch
 from shmserve.worker.models import attention
-from shmserve.worker.models.config import ModelLoadError, RopeScaling, config_from_hf
+from shmserve.worker.models.config import ModelLoadError, Rope
+from shmserve.worker.models.hf_config import config_from_hf
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.torch_runner import TorchRunner, open_model
 
@@ -473,7 +474,7 @@ def test_a_truncated_file_is_refused(tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"quantization_config": {"bits": 4}}, "quantised safetensors"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -523,8 +524,8 @@ def test_defaults_of_a_config_follow_from_other_fields(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps({**small, "sliding_window": 4}))
     config = config_from_hf(tmp_path / "config.json")
-    assert (config.head_dim, config.num_kv_heads, config.rope_theta) == (6, 4, 10000.0)
-    assert config.rope_scaling == RopeScaling()
+    assert (config.head_dim, config.num_kv_heads) == (6, 4)
+    assert config.ropes == (Rope(10000.0),) * 3
     assert config.sliding_windows == (None, None, None)  # llama has no windows, whatever is written
 
 

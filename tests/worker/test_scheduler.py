@@ -592,3 +592,26 @@ def test_check_sees_damage(damage):
     damage(bench.scheduler, sequence)
     with pytest.raises(AssertionError):
         bench.scheduler.check()
+
+
+def test_what_penalties_know_survives_preemption_and_prefix_hits():
+    bench = Bench(num_rows=3, num_blocks=11, budget=64)
+    prompt = list(range(8))
+    bench.add(prompt=prompt, max_tokens=1)
+    sequences = [
+        bench.add(prompt=[*prompt, 50 + n], presence_penalty=0.5, max_tokens=18) for n in range(2)
+    ]
+    most_seen = 0
+    while bench.step() is not None:
+        for sequence in sequences:
+            if sequence.row >= 0:
+                scheduler = bench.scheduler
+                ids, counts = scheduler.sampling.seen(sequence.row)
+                count = int(scheduler.columns.num_tokens[sequence.row])
+                output = scheduler.columns.token_ids[sequence.row, 9:count].tolist()
+                assert set(ids.tolist()) == {*sequence.prompt_ids.tolist(), *output}
+                assert counts.sum() == len(output)
+                most_seen = max(most_seen, len(output))
+    assert most_seen > 10
+    assert sum(sequence.num_retractions for sequence in sequences) > 0
+    assert all(sequence.cached_tokens for sequence in sequences)

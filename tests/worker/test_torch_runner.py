@@ -97,8 +97,8 @@ def text_ids(default_model):
 def assert_same(one, other, index: int = 0, other_index: int = 0) -> None:
     """Same token; the most likely tokens have the same log-probabilities up to rounding."""
     assert one.token_ids[index, 0] == other.token_ids[other_index, 0]
-    left = dict(zip(*(part.tolist() for part in one.top[index]), strict=True))
-    right = dict(zip(*(part.tolist() for part in other.top[other_index]), strict=True))
+    left = dict(zip(*(part[0].tolist() for part in one.top[index]), strict=True))
+    right = dict(zip(*(part[0].tolist() for part in other.top[other_index]), strict=True))
     shared = left.keys() & right.keys()
     assert len(shared) >= NUM_TOP - 1  # the last of them may change places with the next
     for token in shared:

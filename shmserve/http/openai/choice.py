@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from shmserve.http.in_flight import InFlight
-from shmserve.http.logprobs import CompletionLogprobs, TokenLogprob, TokenTexts, chat_logprobs
+from shmserve.http.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
 from shmserve.http.openai.formats import Envelope, event, finish_word, stop_details
 from shmserve.request import SamplingParams
 
@@ -42,6 +42,7 @@ class Extras:
     """What one request wants of its choices beside text. The default is nothing: such a choice goes the pump's direct way."""
 
     texts: TokenTexts | None = None  # with it, logprobs
+    names: TokenTexts | None = None  # for those of the prompt
     num_top: int = 0
     with_token_ids: bool = False
     with_usage: bool = False
@@ -49,7 +50,10 @@ class Extras:
     """Sent with the first event, where token ids are wanted."""
     num_prompt_tokens: int = 0
     echo: str = ""
-    echo_logprobs: tuple[TokenLogprob, ...] = ()
+    echo_ids: tuple[int, ...] = ()
+    """Tokens of an echoed prompt whose logprobs are wanted."""
+    scored_ids: tuple[int, ...] = ()
+    """Tokens of a prompt whose `prompt_logprobs` (vLLM's field) are wanted."""
     new_splitter: Callable[[], Splitter] | None = None
 
     @property
@@ -193,9 +197,12 @@ class OpenAIChoice:
         return self._offsets.of(tokens, has_top=self._extras.num_top > 0)
 
     def _echoed_logprobs(self) -> dict[str, Any] | None:
-        if self._offsets is None or not self._extras.echo_logprobs:
+        entry = self._entry
+        if self._offsets is None or not self._extras.echo_ids or entry is None:
             return None
-        return self._offsets.of(self._extras.echo_logprobs, has_top=self._extras.num_top > 0)
+        assert entry.logprobs is not None
+        tokens = entry.logprobs.of_prompt(self._extras.echo_ids)
+        return self._offsets.of(tokens, has_top=self._extras.num_top > 0)
 
     def _finish_word(self, entry: InFlight) -> str:
         word = finish_word(entry)
@@ -228,6 +235,10 @@ class OpenAIChoice:
         if self._extras.with_token_ids:
             choice["prompt_token_ids"] = list(self._extras.prompt_ids)
             choice["token_ids"] = list(token_ids)
+        if self._extras.scored_ids:
+            assert entry.logprobs is not None and self._extras.names is not None
+            tokens = entry.logprobs.of_prompt(self._extras.scored_ids)
+            choice["prompt_logprobs"] = prompt_logprobs(tokens, self._extras.names)
         return choice | stop_details(entry, self._params, self._eos_ids)
 
 

@@ -138,18 +138,35 @@ def _num_chat_logprobs(parsed: ChatRequest) -> int:
     return -1
 
 
+def _num_prompt_logprobs(parsed: Sampling, num_logprobs: int) -> int:
+    """The prompt's, for vLLM's field of that name and for an echo with logprobs."""
+    asked = fields.num_logprobs("prompt_logprobs", parsed.prompt_logprobs)
+    if asked >= 0 and parsed.stream:
+        raise bad_field(
+            "prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`."
+        )
+    is_echoed = isinstance(parsed, CompletionRequest) and bool(parsed.echo)
+    return max(asked, num_logprobs if is_echoed else -1)
+
+
 def _extras(front: FrontEnd, parsed: Sampling, want: Wanted, echo: str = "") -> Extras:
     """What this request wants of a choice beside its text."""
     tokenizer = front.tokenizer
     pieces = tokenizer.pieces_for(want.params.skip_special_tokens)
     has_logprobs = want.params.num_logprobs >= 0
     options = parsed.stream_options
+    ids: tuple[int, ...] = ()
+    if want.params.prompt_logprobs >= 0 or parsed.return_token_ids:
+        ids = tuple(want.prompt_ids.tolist())
     return Extras(
+        names=TokenTexts(tokenizer.pieces_with_special, tokenizer.pieces_with_special),
         texts=TokenTexts(pieces, tokenizer.pieces_with_special) if has_logprobs else None,
         num_top=max(0, want.params.num_logprobs),
         with_token_ids=bool(parsed.return_token_ids),
         with_usage=bool(options and options.continuous_usage_stats),
-        prompt_ids=tuple(want.prompt_ids.tolist()) if parsed.return_token_ids else (),
+        prompt_ids=ids if parsed.return_token_ids else (),
+        echo_ids=ids if echo and has_logprobs else (),
+        scored_ids=ids if parsed.prompt_logprobs is not None else (),
         num_prompt_tokens=len(want.prompt_ids),
         echo=echo,
     )
@@ -177,6 +194,7 @@ def _params(
         bias=fields.logit_bias(parsed.logit_bias, vocab_size),
         seed=0,
         num_logprobs=num_logprobs,
+        prompt_logprobs=_num_prompt_logprobs(parsed, num_logprobs),
         grammar=grammar,
         num_speculative_tokens=fields.num_speculative_tokens(
             parsed.num_speculative_tokens, front.config.worker.num_speculative_tokens

@@ -111,7 +111,6 @@ class CompletionRequest(Sampling):
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (None, 1),
     "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
     "stop_regex": (None, []),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),

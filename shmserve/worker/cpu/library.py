@@ -213,12 +213,15 @@ class Engine:
                 f"no memory or threads for {max_tokens} tokens, {num_threads} threads"
             )
 
-    def run(self, batch: Batch) -> tuple[F4, I4]:
-        """Logits [R, vocab_size] of the rows that sample, and the greedy token of each: -1 where a logit is not finite.
+    def run(self, batch: Batch, token_rows: I4 | None = None) -> tuple[F4, I4]:
+        """Logits [Q, vocab_size] of `token_rows`, or of the last token of each sequence that samples, and the greedy token of each:
+        -1 where a logit is not finite.
 
         Both are views that the next step overwrites.
         """
-        count = batch.sample_seqs.shape[0]
+        if token_rows is None:
+            token_rows = batch.cu_seqlens[1:][batch.sample_seqs] - 1
+        count = token_rows.shape[0]
         assert batch.num_tokens <= self._max_tokens, (batch.num_tokens, self._max_tokens)
         assert count <= self._max_samples, (count, self._max_samples)
         arrays = [
@@ -229,7 +232,7 @@ class Engine:
                 batch.kv_slots,
                 batch.cu_seqlens,
                 batch.block_table,
-                batch.cu_seqlens[1:][batch.sample_seqs] - 1,
+                token_rows,
             )
         ]
         addresses = [array.ctypes.data for array in (*arrays, self._logits, self._greedy)]

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from shmserve.gguf import GGUFFile, unpermute_rows
+from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.pack import (
     COLUMNS,
     F4,
@@ -32,6 +33,10 @@ from shmserve.worker.models.weights import GGUFSource, LoadProgress, Shape, Tens
 from shmserve.worker.torch_runner import open_model
 
 
+class UncomputedModelError(KernelsError):
+    """A model that the kernels do not compute, and the torch runner does."""
+
+
 class BlockSource(GGUFSource):
     """A GGUF file whose quantised blocks can be had as they are."""
 
@@ -47,32 +52,44 @@ class BlockSource(GGUFSource):
 
 
 def open_source(weights: Path, format: str) -> tuple[DecoderConfig, TensorSource]:
-    """As `open_model`, but blocks of a GGUF file can be had as they are."""
+    """As `open_model`, but blocks of a GGUF file can be had as they are. Raises UncomputedModelError for what the kernels cannot."""
     config, source = open_model(weights, format)
+    if config.special_features:
+        features = ", ".join(config.special_features)
+        raise UncomputedModelError(
+            f"the C kernels do not compute {config.architecture} models with {features}"
+        )
     return config, BlockSource(GGUFFile(weights), config) if format == "gguf" else source
 
 
 def load_model(
-    source: TensorSource, config: DecoderConfig, max_positions: int, progress: LoadProgress
+    source: TensorSource,
+    config: DecoderConfig,
+    max_positions: int,
+    progress: LoadProgress,
+    num_token_ids: int | None = None,
 ) -> PackedModel:
-    """The packed model; `progress` hears the fraction of layers read so far."""
+    """The packed model; `progress` hears the fraction of layers read so far. Its head ends with the last of the `num_token_ids`
+    ids that have a token, where the file's is padded beyond."""
     reader = _Reader(source, config)
     hidden, vocab = config.hidden_size, config.vocab_size
+    num_ids = min(vocab, num_token_ids or vocab)
     embedding = reader.matrix("embedding", None, (vocab, hidden))
+    head = embedding if config.tied_head else reader.matrix("head", None, (vocab, hidden))
     layers = []
     for index in range(config.num_layers):
         layers.append(reader.layer(index))
         progress((index + 1) / config.num_layers)
     cos, sin = rotary_tables(config, reader.rope_factors(), max_positions)
     return PackedModel(
-        vocab_size=vocab,
+        vocab_size=num_ids,
         hidden_size=hidden,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         norm_eps=config.norm_eps,
         embedding=embedding,
-        head=embedding if config.tied_head else reader.matrix("head", None, (vocab, hidden)),
+        head=PackedMatrix(head.blocks[: -(-num_ids // COLUMNS)]),
         final_norm=padded(reader.vector("final_norm", None, hidden)),
         layers=tuple(layers),
         cos=np.ascontiguousarray(cos.numpy()),

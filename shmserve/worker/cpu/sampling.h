@@ -418,9 +418,9 @@ static void head_item(void *job, int phase, int item, int thread) {
     phase_item(job, FIRST_OF_LAYERS + e->model->num_layers * PHASES_OF_LAYER + phase, item, thread);
 }
 
-/* Logits of rows of the step that was just computed: `step` has them as its sample_rows, and nothing else in it counts. */
-void shm_engine_head(Engine *e, const Step *step) {
-    e->step = step;
+/* Logits of rows of the step that was just computed: the sample_rows of `asked`, in which nothing else counts. */
+void shm_engine_head(Engine *e, const Step *asked) {
+    e->step = asked;
     pool_run(e->pool, e, head_size, head_item);
 }
 

@@ -72,16 +72,23 @@ class RowSampler:
         self._rooms = np.zeros(num_threads * self._room_bytes, np.uint8)
 
     def sample(
-        self, logits: F4, rows: I4, state: SamplingState, places: npt.NDArray[np.intp] | None = None
+        self,
+        logits: F4,
+        rows: I4,
+        state: SamplingState,
+        places: npt.NDArray[np.intp] | None = None,
+        ahead: I4 | None = None,
     ) -> tuple[I4, F4, Top]:
         """(token of each of `rows`, its logprob, the most likely of those who asked).
 
-        `rows` are row slots in `state`; their logits are the rows `places` of `logits` f4[R, >= V], or all. A token is -1 where there is none: a logit was not finite, or nothing was left
-        to choose from. A logprob that nobody asked for is NaN. The logits stay as they are.
+        `rows` are row slots in `state`; their logits are the rows `places` of `logits` f4[R, >= V], or all. A token is -1
+        where there is none: a logit was not finite, or nothing was left to choose from. A logprob that nobody asked for is
+        NaN. The logits stay as they are.
+        Where guesses are verified, `ahead` counts those that stand before each.
         """
         draws = self._draws(logits, np.arange(logits.shape[0]) if places is None else places)
         draws["seed"] = state.seed[rows]
-        draws["position"] = state.position[rows]
+        draws["position"] = state.position[rows] if ahead is None else state.position[rows] + ahead
         draws["temperature"] = state.temperature[rows]
         draws["top_k"] = np.maximum(state.top_k[rows], 0)
         draws["top_p"] = state.top_p[rows]
@@ -90,7 +97,8 @@ class RowSampler:
         kept: list[object] = []  # what the addresses point at lives as long as the call
         if state.has_edits:
             for index in np.flatnonzero(state.is_edited(rows)).tolist():
-                kept.append(self._edits(draws[index], int(rows[index]), state))
+                num_ahead = 0 if ahead is None else int(ahead[index])
+                kept.append(self._edits(draws[index], int(rows[index]), state, num_ahead))
         num_top = np.minimum(draws["num_top"], self._vocab_size)
         top: Top = {}
         for index in np.flatnonzero(num_top > 0).tolist():
@@ -131,9 +139,10 @@ class RowSampler:
         draws["logprob"] = np.nan
         return draws
 
-    def _edits(self, draw: np.void, row: int, state: SamplingState) -> object:
+    def _edits(self, draw: np.void, row: int, state: SamplingState, ahead: int) -> object:
         bias, seen = state.bias.get(row), state.seen(row)
-        banned, mask = state.bans(row), state.masks.get(row)
+        banned, mask = state.bans(row, ahead), state.masks.get(row)
+        assert not ahead or (seen is None and mask is None), (row, "may not guess")
         if bias is not None:
             draw["bias_ids"], draw["bias"] = bias[0].ctypes.data, bias[1].ctypes.data
             draw["num_bias"] = len(bias[0])

@@ -17,6 +17,8 @@ from shmserve.worker.cuda.attention_tile import attend_tile
 from shmserve.worker.cuda.reference import DecodeScratch
 
 BLOCK_N = 64
+# Block table, keys and values are loads one behind the other: with two stages the second waits in registers, with three in none.
+NUM_STAGES = 3
 
 
 @triton.jit
@@ -148,7 +150,7 @@ def decode_attention(
             "DOT_F32": launch.IS_INTERPRETED,
         },
         num_warps=4,
-        num_stages=2,
+        num_stages=NUM_STAGES,
     )
     launch.run(
         _join_splits,

@@ -15,8 +15,9 @@ from torch import Tensor
 from shmserve.worker.cuda import launch
 from shmserve.worker.cuda.attention_tile import attend_tile
 
+# The largest tiles that no architecture spills registers for, at any head size; half as many queries beside heads of 256.
 BLOCK_M = 64
-BLOCK_N = 64
+BLOCK_N = 32
 
 
 @triton.jit
@@ -98,7 +99,8 @@ def prefill_attention(
     num_q, dim = q.shape[1:]
     block_size, num_kv = k_cache.shape[1:3]
     group = num_q // num_kv
-    block_m = max(BLOCK_M, launch.power_of_two(group))
+    block_d = launch.power_of_two(dim)
+    block_m = max(BLOCK_M // 2 if block_d > 128 else BLOCK_M, launch.power_of_two(group))
     tile_tokens = block_m // group
     launch.run(
         _attend_chunk,
@@ -114,7 +116,7 @@ def prefill_attention(
             "TILE_TOKENS": tile_tokens,
             "BLOCK_M": block_m,
             "BLOCK_N": BLOCK_N // 2 if launch.is_wide(k_cache) else BLOCK_N,
-            "BLOCK_D": launch.power_of_two(dim),
+            "BLOCK_D": block_d,
             "DOT_F32": launch.IS_INTERPRETED,
         },
         num_warps=4,

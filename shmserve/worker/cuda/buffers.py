@@ -36,9 +36,12 @@ NUM_SLOTS = 3
 ALIGN_WORDS = 4  # 16 bytes: what kernels load at once
 
 TOKEN_FIELDS = ("token_ids", "carried", "positions", "kv_slots")
-SEQ_FIELDS = ("table_rows", "kv_lens", "last_tokens", "seed_low", "seed_high", "draw_positions")
-SEQ_FIELDS += ("top_k", "temperature", "top_p", "min_p", "cu_seqlens")
-FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+SEQ_FIELDS: tuple[str, ...] = ("table_rows", "kv_lens", "last_tokens", "draw_positions")
+SEQ_FIELDS += ("temperature", "min_p", "seeds", "cu_seqlens")
+FLOAT_FIELDS = ("temperature", "min_p")
+NUM_RESULTS = (
+    3  # words of a sampled row: its id, the bits of its logprob, whether its logits were not finite
+)
 
 
 class Mark(Protocol):
@@ -122,18 +125,24 @@ class Layout:
         starts, at = {}, 0
         for name in TOKEN_FIELDS + SEQ_FIELDS:
             starts[name] = at
-            size = num_tokens if name in TOKEN_FIELDS else num_seqs + (name == "cu_seqlens")
+            size = _size(name, num_tokens, num_seqs)
             at += -(-size // ALIGN_WORDS) * ALIGN_WORDS
         return cls(num_tokens, num_seqs, starts, at)
 
     def place(self, name: str) -> slice:
-        size = self.num_tokens if name in TOKEN_FIELDS else self.num_seqs + (name == "cu_seqlens")
+        size = _size(name, self.num_tokens, self.num_seqs)
         return slice(self.starts[name], self.starts[name] + size)
+
+
+def _size(name: str, num_tokens: int, num_seqs: int) -> int:
+    if name in TOKEN_FIELDS:
+        return num_tokens
+    return {"cu_seqlens": num_seqs + 1, "seeds": 2 * num_seqs}.get(name, num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A step's fields on the device, int32 but for the floats; views of one tensor. `block_tables` are all rows' tables."""
+    """A step's fields on the device, int32 but for the floats and the 64-bit seeds; views of one tensor. `block_tables` are all rows' tables."""
 
     token_ids: Tensor
     carried: Tensor
@@ -142,13 +151,10 @@ class Inputs:
     table_rows: Tensor
     kv_lens: Tensor
     last_tokens: Tensor
-    seed_low: Tensor
-    seed_high: Tensor
     draw_positions: Tensor
-    top_k: Tensor
     temperature: Tensor
-    top_p: Tensor
     min_p: Tensor
+    seeds: Tensor
     cu_seqlens: Tensor
     block_tables: Tensor
 
@@ -184,8 +190,8 @@ class StepBuffers:
         self.tables = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self._known: I4 = np.zeros((num_rows + 1, max_blocks), np.int32)  # what the device has
         # Sampled ids and the bits of their logprobs; the next step reads the ids of carried rows here.
-        self.results = torch.zeros((2, max_num_seqs), dtype=torch.int32, device=device)
-        self._landed = [link.host_words(2 * max_num_seqs) for _ in range(NUM_SLOTS)]
+        self.results = torch.zeros((NUM_RESULTS, max_num_seqs), dtype=torch.int32, device=device)
+        self._landed = [link.host_words(NUM_RESULTS * max_num_seqs) for _ in range(NUM_SLOTS)]
         self._landing = 0
         self._inputs: dict[tuple[int, int], Inputs] = {}
 
@@ -197,6 +203,10 @@ class StepBuffers:
     def sampled_logprobs(self) -> Tensor:
         return self.results[1].view(torch.float32)
 
+    @property
+    def failures(self) -> Tensor:
+        return self.results[2]
+
     def inputs(self, num_tokens: int, num_seqs: int) -> Inputs:
         """Where a step of this size reads its fields. The same views every time."""
         key = (num_tokens, num_seqs)
@@ -205,6 +215,7 @@ class StepBuffers:
             layout = Layout.of(num_tokens, num_seqs)
             views = {name: self.words[layout.place(name)] for name in TOKEN_FIELDS + SEQ_FIELDS}
             views |= {name: views[name].view(torch.float32) for name in FLOAT_FIELDS}
+            views["seeds"] = views["seeds"].view(torch.int64)
             found = Inputs(**views, block_tables=self.tables)
             if num_tokens == num_seqs:  # those that steps are recorded with
                 self._inputs[key] = found
@@ -250,8 +261,7 @@ class StepBuffers:
         put("positions", batch.positions)
         put("kv_slots", batch.kv_slots)
         put("table_rows", batch.rows, self._padding_row)
-        # A padding row attends to the one position that all of them write, in block 0.
-        put("kv_lens", batch.kv_lens, 1)
+        put("kv_lens", batch.kv_lens)
         put("cu_seqlens", batch.cu_seqlens)
         cu = words[layout.place("cu_seqlens")]
         cu[batch.num_seqs :] = batch.num_tokens
@@ -266,14 +276,11 @@ class StepBuffers:
         if carried is not None:
             words[layout.place("carried")][: len(carried)] = carried
             positions = positions + 1  # the token that it carries has not been counted yet
-        seeds = sampling.seed[rows]
-        put("seed_low", seeds.astype(np.uint32).view(np.int32))
-        put("seed_high", (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32))
         put("draw_positions", positions)
-        put("top_k", sampling.top_k[rows])
-        put("temperature", sampling.temperature[rows].view(np.int32))
-        put("top_p", sampling.top_p[rows].view(np.int32), _ONE)
+        temperature = np.where(sampling.is_greedy(rows), np.float32(0), sampling.temperature[rows])
+        put("temperature", temperature.view(np.int32))
         put("min_p", sampling.min_p[rows].view(np.int32))
+        put("seeds", sampling.seed[rows].view(np.int32))
 
     def _write_changes(self, words: I4, batch: Batch) -> int:
         """Entries of the tables that the device does not have yet: places, then blocks."""
@@ -296,9 +303,6 @@ class StepBuffers:
         return Landing(host, self.max_num_seqs, num_results, self.link.mark())
 
 
-_ONE = int(np.ones(1, np.float32).view(np.int32)[0])
-
-
 @dataclass(frozen=True, slots=True)
 class Landing:
     """Results on their way to the host; good until three more steps were fetched."""
@@ -308,10 +312,9 @@ class Landing:
     num_results: int
     mark: Mark
 
-    def wait(self) -> tuple[I4, F4]:
-        """The sampled ids (negative where the logits were not finite) and logprobs, copied out."""
+    def wait(self) -> tuple[I4, F4, I4]:
+        """Ids, logprobs and failures (1 where the logits were not finite) of the sampled rows, copied out."""
         self.mark.wait()
-        words: I4 = self.words.numpy()
-        ids = words[: self.num_results].copy()
-        bits = words[self.stride : self.stride + self.num_results].copy()
-        return ids, bits.view(np.float32)
+        words: I4 = self.words.numpy().reshape(NUM_RESULTS, self.stride)
+        ids, bits, failures = words[:, : self.num_results].copy()
+        return ids, bits.view(np.float32), failures

@@ -23,15 +23,24 @@ PREFILL_TILE_ROWS = 256
 
 
 class KVCache:
-    """Keys and values of all layers, [num_layers, num_blocks, block_size, num_kv_heads, head_dim] each."""
+    """Keys and values of all layers, [num_layers, num_blocks, block_size, num_kv_heads, head_dim] each.
+
+    `value_dim` is the head size of the values where it is not that of the keys.
+    """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
     ) -> None:
-        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (num_layers, num_blocks, block_size, num_kv_heads)
         self.block_size = block_size
-        self.keys = torch.zeros(shape)
-        self.values = torch.zeros(shape)
+        self.keys = torch.zeros((*shape, head_dim))
+        self.values = torch.zeros((*shape, value_dim or head_dim))
 
     def clear_opened(self, kv_slots: I4) -> None:
         """Zero the blocks whose first position is among `kv_slots`."""
@@ -77,29 +86,41 @@ class AttentionPlan:
         for seq in np.flatnonzero(lengths > 1).tolist():
             self._add_tiles(batch, seq, block_size, window)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[T, heads, head_dim] attended over one layer's pages; the step's own keys and values are already in them."""
-        out = torch.empty_like(query)
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """[T, heads, head_dim] attended over one layer's pages; the step's own keys and values are already in them.
+
+        Scores are multiplied by `scale` (None: head_dim ** -0.5), then bent below `softcap`; `sinks` [heads] are scores that take
+        their share of each row and give nothing.
+        """
         num_heads, head_dim = query.shape[1:]
         num_kv_heads = keys.shape[2]
+        out = query.new_empty((query.shape[0], num_heads, values.shape[3]))
         # Heads that share a kv head become rows of one attention call, so keys are never repeated.
         shared = query.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
         for group in self._groups:
-            shape = (group.num_seqs, -1, num_kv_heads, head_dim)
-            k = keys.index_select(0, group.blocks).view(shape).transpose(1, 2)
-            v = values.index_select(0, group.blocks).view(shape).transpose(1, 2)
-            attended = F.scaled_dot_product_attention(
-                shared[group.rows], k, v, attn_mask=group.mask
-            )
+            shape = (group.num_seqs, -1, num_kv_heads)
+            k = keys.index_select(0, group.blocks).view(*shape, head_dim).transpose(1, 2)
+            v = values.index_select(0, group.blocks).view(*shape, values.shape[3]).transpose(1, 2)
+            attended = _attend(shared[group.rows], k, v, group.mask, scale, softcap, sinks)
             out[group.rows] = attended.flatten(1, 2)
+        sinks = None if sinks is None else sinks.unsqueeze(-1)
         for tile in self._tiles:
             q = shared[tile.start : tile.end].permute(1, 2, 0, 3)
             size = (-1, q.shape[1], -1, -1)
             k = keys.index_select(0, tile.blocks).flatten(0, 1).transpose(0, 1)
             v = values.index_select(0, tile.blocks).flatten(0, 1).transpose(0, 1)
-            attended = F.scaled_dot_product_attention(
-                q, k.unsqueeze(1).expand(size), v.unsqueeze(1).expand(size), attn_mask=tile.mask
-            )
+            k, v = k.unsqueeze(1).expand(size), v.unsqueeze(1).expand(size)
+            attended = _attend(q, k, v, tile.mask, scale, softcap, sinks)
             out[tile.start : tile.end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
@@ -143,6 +164,29 @@ class AttentionPlan:
             self._tiles.append(
                 _PrefillTile(first, last, torch.from_numpy(blocks), _additive(is_seen))
             )
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """torch's fused operator where it knows how; else the scores themselves. `sinks` is one column of scores."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ keys.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is None:
+        return scores.softmax(-1) @ values
+    column = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ values
 
 
 def _additive(is_seen: np.ndarray) -> Tensor:

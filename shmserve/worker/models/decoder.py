@@ -1,4 +1,4 @@
-"""The decoder of the llama family: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM2.
+"""The decoder of the llama family: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM 2 and 3, Phi-3, Gemma 1 to 3.
 
 Owns: the arithmetic from token ids to hidden states and logits, and the rotary tables. Never: allocates the KV cache,
 chooses blocks, or samples. Runs under `torch.inference_mode` of its caller.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shmserve.worker.models.attention import AttentionPlan, KVCache
-from shmserve.worker.models.config import DecoderConfig, RopeScaling
+from shmserve.worker.models.config import DecoderConfig, Rope
 from shmserve.worker.models.weights import DecoderWeights
 
 
@@ -27,7 +27,11 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_positions: int) -> None:
         self.config = config
         self._weights = weights
-        self._cos, self._sin = rotary_tables(config, weights.rope_factors, max_positions)
+        self._tables = {
+            rope: rope_tables(rope, config.head_dim, weights.rope_factors, max_positions)
+            for rope in set(config.ropes)
+            if rope is not None
+        }
 
     def hidden_states(
         self,
@@ -40,26 +44,51 @@ class Decoder:
         """[T, hidden_size], before the final norm; writes the keys and values of the T tokens. `plans` is keyed by window."""
         c = self.config
         num_q, num_kv = c.num_heads, c.num_kv_heads
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        turns = {
+            rope: (cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
+            for rope, (cos, sin) in self._tables.items()
+        }
         hidden = F.embedding(token_ids, self._weights.embedding)
+        if c.embedding_scale != 1.0:
+            hidden = hidden * c.embedding_scale
+        scale = c.query_scale * c.head_dim**-0.5
         for index, layer in enumerate(self._weights.layers):
             x = self._norm(hidden, layer.attention_norm)
             qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, num_q + 2 * num_kv, c.head_dim)
             query, keys, values = qkv.split((num_q, num_kv, num_kv), dim=1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 query, keys = self._norm(query, layer.q_norm), self._norm(keys, layer.k_norm)
-            query, keys = rotate(query, cos, sin), rotate(keys, cos, sin)
+            rope = c.ropes[index]
+            if rope is not None:
+                query, keys = rotate(query, *turns[rope]), rotate(keys, *turns[rope])
             cache.write(index, kv_slots, keys, values)
-            plan = plans[c.sliding_windows[index]]
-            attended = plan.attend(query, cache.keys[index], cache.values[index])
-            hidden = hidden + F.linear(attended.flatten(1), layer.output, layer.output_bias)
+            attended = plans[c.sliding_windows[index]].attend(
+                query,
+                cache.keys[index],
+                cache.values[index],
+                scale=scale,
+                softcap=c.attention_softcap,
+            )
+            branch = F.linear(attended.flatten(1), layer.output, layer.output_bias)
+            hidden = hidden + self._branch_norm(branch, layer.attention_branch_norm)
             gate, up = F.linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
+            branch = F.linear(self._activated(gate) * up, layer.down)
+            hidden = hidden + self._branch_norm(branch, layer.ffn_branch_norm)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] for R rows of hidden states."""
-        return F.linear(self._norm(hidden, self._weights.final_norm), self._weights.head)
+        logits = F.linear(self._norm(hidden, self._weights.final_norm), self._weights.head)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _activated(self, gate: Tensor) -> Tensor:
+        if self.config.activation == "silu":
+            return F.silu(gate)
+        return F.gelu(gate, approximate="tanh")
+
+    def _branch_norm(self, branch: Tensor, weight: Tensor | None) -> Tensor:
+        return branch if weight is None else self._norm(branch, weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
@@ -74,22 +103,52 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_tables(
     config: DecoderConfig, factors: Tensor | None, max_positions: int
 ) -> tuple[Tensor, Tensor]:
+    """`rope_tables` of a model whose layers are all rotated alike."""
+    return rope_tables(config.rope, config.head_dim, factors, max_positions)
+
+
+def rope_tables(
+    rope: Rope, head_dim: int, factors: Tensor | None, max_positions: int
+) -> tuple[Tensor, Tensor]:
     """cos and sin, f32[max_positions, head_dim / 2]; `factors` from the file divide the frequencies once more."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    frequencies = _scaled(config.rope_theta**-exponents, config.rope_scaling)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequencies = _scaled(rope.theta**-exponents, rope)
     if factors is not None:
         frequencies = frequencies / factors.double()
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)
-    return angles.cos().float(), angles.sin().float()
+    magnitude = rope.scaling.magnitude
+    return (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
 
 
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _scaled(frequencies: Tensor, rope: Rope) -> Tensor:
+    scaling = rope.scaling
     if scaling.kind == "none":
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # llama3: long wavelengths are stretched, short ones kept, those between are blended.
-    turns = scaling.original_context_length * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    share_kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    # Long wavelengths are stretched, short ones kept, those between are blended.
+    if scaling.kind == "llama3":
+        turns = scaling.original_context_length * frequencies / (2 * math.pi)
+        span = scaling.high_freq_factor - scaling.low_freq_factor
+        share_kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
+    else:
+        share_kept = _yarn_share_kept(rope, len(frequencies))
     return frequencies * share_kept + frequencies / scaling.factor * (1.0 - share_kept)
+
+
+def _yarn_share_kept(rope: Rope, num_pairs: int) -> Tensor:
+    """Of each pair of dimensions: 1 where it turns `beta_fast` times in the original context, 0 where `beta_slow` times."""
+    scaling = rope.scaling
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = scaling.original_context_length / (times * 2 * math.pi)
+        return num_pairs * math.log(wavelength) / math.log(rope.theta)
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    if first == last:
+        last += 0.001
+    pairs = torch.arange(num_pairs, dtype=torch.float64)
+    return 1.0 - ((pairs - first) / (last - first)).clamp(0.0, 1.0)

@@ -48,7 +48,14 @@ LAYER_NAMES = {
     "gate": ("ffn_gate.weight", "mlp.gate_proj.weight"),
     "up": ("ffn_up.weight", "mlp.up_proj.weight"),
     "down": ("ffn_down.weight", "mlp.down_proj.weight"),
+    "attention_branch_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    "ffn_branch_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
 }
+BRANCH_NORM_NAMES = {"ffn_norm": "pre_feedforward_layernorm.weight"}
+"""In checkpoints with branch norms, whose post_attention_layernorm is one."""
+
+NORMS = ("attention_norm", "ffn_norm", "final_norm", "q_norm", "k_norm")
+NORMS += ("attention_branch_norm", "ffn_branch_norm")
 SAFETENSORS_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -66,6 +73,8 @@ class LayerWeights:
     ffn_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    attention_branch_norm: Tensor | None = None
+    ffn_branch_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +135,14 @@ class GGUFSource:
 
 
 class SafetensorsSource:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names."""
+    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names.
 
-    def __init__(self, folder: Path) -> None:
+    Rows of a fused tensor (Phi-3's qkv_proj and gate_up_proj) are a tensor too, called "NAME[first:end]".
+    """
+
+    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+        self._config = config
+        self._rows = _fused_rows(config) if config.has_fused_matrices else {}
         index = folder / "model.safetensors.index.json"
         self._single = folder / "model.safetensors"
         self._handles: dict[Path, Any] = {}
@@ -143,30 +157,48 @@ class SafetensorsSource:
             )
 
     def name(self, part: str, layer: int | None) -> str:
-        return (
-            MODEL_NAMES[part][1]
-            if layer is None
-            else f"model.layers.{layer}.{LAYER_NAMES[part][1]}"
-        )
+        if layer is None:
+            return MODEL_NAMES[part][1]
+        name = LAYER_NAMES[part][1]
+        if self._config.has_branch_norms:
+            name = BRANCH_NORM_NAMES.get(part, name)
+        if part in self._rows:
+            fused, first, end, _ = self._rows[part]
+            name = f"{fused}[{first}:{end}]"
+        return f"model.layers.{layer}.{name}"
 
     def shape(self, name: str) -> Shape | None:
-        path = self._file_of.get(name)
+        whole, first, end = _split(name)
+        path = self._file_of.get(whole)
         if path is None:
             return None
-        tensor = self._slice(path, name)
+        tensor = self._slice(path, whole)
         if tensor.get_dtype() not in SAFETENSORS_DTYPES:
             known = ", ".join(SAFETENSORS_DTYPES)
             raise ModelLoadError(
-                f"{path}: tensor {name} has type {tensor.get_dtype()}, which cannot be read (readable: {known})"
+                f"{path}: tensor {whole} has type {tensor.get_dtype()}, which cannot be read (readable: {known})"
             )
-        return tuple(tensor.get_shape())
+        shape = tuple(tensor.get_shape())
+        if end is None:
+            return shape
+        num_rows = next(rows[3] for rows in self._rows.values() if whole.endswith(rows[0]))
+        if shape[:1] != (num_rows,):
+            raise ModelLoadError(
+                f"{path}: tensor {whole} has shape {list(shape)}, expected {[num_rows, *shape[1:]]}"
+            )
+        return (end - first, *shape[1:])
 
     def read(self, name: str, part: str) -> Tensor:
-        tensor: Tensor = self._open(self._file_of[name]).get_tensor(name)
-        return tensor.to(torch.float32)
+        whole, first, end = _split(name)
+        path = self._file_of[whole]
+        tensor: Tensor = (
+            self._open(path).get_tensor(whole) if end is None else self._slice(path, whole)[first:end]
+        )
+        tensor = tensor.to(torch.float32)
+        return tensor + self._config.norm_offset if part in NORMS else tensor
 
     def where(self, name: str) -> Path:
-        return self._file_of.get(name, self._single)
+        return self._file_of.get(_split(name)[0], self._single)
 
     def _open(self, path: Path) -> Any:
         if path not in self._handles:
@@ -183,6 +215,29 @@ class SafetensorsSource:
             raise ModelLoadError(
                 f"{path}: tensor {name} is missing, though the index names it"
             ) from None
+
+
+def _fused_rows(config: DecoderConfig) -> dict[str, tuple[str, int, int, int]]:
+    """part -> (name, first row, end row, all rows of the tensor that it is in)."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv, gate_up = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+    ffn = config.ffn_size
+    return {
+        "q": (qkv, 0, q, q + 2 * kv),
+        "k": (qkv, q, q + kv, q + 2 * kv),
+        "v": (qkv, q + kv, q + 2 * kv, q + 2 * kv),
+        "gate": (gate_up, 0, ffn, 2 * ffn),
+        "up": (gate_up, ffn, 2 * ffn, 2 * ffn),
+    }
+
+
+def _split(name: str) -> tuple[str, int, int | None]:
+    """The tensor that "NAME" or "NAME[first:end]" means, and its rows; None as end for a whole tensor."""
+    if not name.endswith("]"):
+        return name, 0, None
+    whole, _, rows = name[:-1].rpartition("[")
+    first, _, end = rows.partition(":")
+    return whole, int(first), int(end)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -215,6 +270,7 @@ class _Reader:
     def __init__(self, source: TensorSource, config: DecoderConfig, progress: LoadProgress) -> None:
         self._source, self._config, self._progress = source, config, progress
         biases_and_norms = 3 * config.has_qkv_bias + config.has_output_bias + 2 * config.has_qk_norm
+        biases_and_norms += 2 * config.has_branch_norms
         self._total = 2 + (not config.tied_head) + config.num_layers * (9 + biases_and_norms)
         self._num_read = 0
 
@@ -235,7 +291,13 @@ class _Reader:
             ffn_norm=self.one("ffn_norm", layer, (hidden,)),
             gate_up=self.stacked(layer, {"gate": ffn, "up": ffn}, (hidden,)),
             down=self.one("down", layer, (hidden, ffn)),
+            attention_branch_norm=self.branch_norm("attention_branch_norm", layer),
+            ffn_branch_norm=self.branch_norm("ffn_branch_norm", layer),
         )
+
+    def branch_norm(self, part: str, layer: int) -> Tensor | None:
+        has_it = self._config.has_branch_norms
+        return self.one(part, layer, (self._config.hidden_size,)) if has_it else None
 
     def stacked(self, layer: int, rows: dict[str, int], rest: Shape) -> Tensor:
         """Several parts under each other in one tensor, each copied to its place as it is read."""

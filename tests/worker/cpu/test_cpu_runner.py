@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +16,10 @@ from shmserve.config import Config, WorkerConfig
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.worker import __main__ as worker_main
-from shmserve.worker.batch import Batch
+from shmserve.worker.batch import Batch, PromptPart
 from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.library import block_bytes
-from shmserve.worker.cpu.runner import CpuRunner, default_num_threads
+from shmserve.worker.cpu.runner import SCORED_TOGETHER, CpuRunner, default_num_threads
 from shmserve.worker.models.attention import AttentionPlan
 from shmserve.worker.models.config import ModelLoadError
 from shmserve.worker.sampler import sample
@@ -202,13 +203,38 @@ def test_sampled_rows_are_what_the_sampler_gives_for_their_logits(runner, text_i
     logits = torch.from_numpy(logits_of(runner, *parts))
     expected = sample(logits, np.arange(len(params), dtype=np.int32), state)
     np.testing.assert_array_equal(output.token_ids[:, 0], expected.token_ids)
-    np.testing.assert_array_equal(output.logprobs[:, 0], expected.logprobs)
+    np.testing.assert_allclose(output.logprobs[:, 0], expected.logprobs, atol=1e-5)
     assert output.token_ids[4, 0] == 11
     assert output.top.keys() == expected.top.keys() == {2, 3}
     for index in (2, 3):
-        np.testing.assert_array_equal(output.top[index][0], expected.top[index][0])
-        np.testing.assert_array_equal(output.top[index][1], expected.top[index][1])
+        np.testing.assert_array_equal(output.top[index][0][0], expected.top[index][0])
+        np.testing.assert_allclose(output.top[index][1][0], expected.top[index][1], atol=1e-5)
     assert output.failed == ()
+
+
+def test_a_prompt_scored_in_chunks_has_the_bits_of_one_scored_at_once(runner, text_ids):
+    ids = np.array(text_ids, np.int32)
+    blocks = blocks_of(text_ids)
+
+    def scores(first, end):
+        """Of tokens first + 1 to end, with another prompt beside it."""
+        batch = batch_of((PARIS, 0, [169]), (text_ids[first:end], first, blocks), samples=False)
+        targets = ids[first + 1 : end + 1]
+        part = PromptPart(1, len(PARIS), first + 1, targets, 3)
+        (found,) = runner.run(replace(batch, prompt_parts=(part,)), state_of(GREEDY)).prompt_scores
+        return found.logprobs, found.top_ids, found.top_logprobs
+
+    end = len(ids)
+    whole = scores(0, end)
+    assert len(whole[0]) == end - 1 > SCORED_TOGETHER
+    chunks = [scores(first, min(first + 23, end)) for first in range(0, end, 23)]
+    for ours, theirs in zip(zip(*chunks, strict=True), whole, strict=True):
+        np.testing.assert_array_equal(np.concatenate(ours), theirs)
+    for at in (1, 9, end - 1):
+        row = logits_of(runner, (text_ids[:at], 0, blocks))[0].astype(np.float64)
+        expected = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        assert whole[0][at - 1] == pytest.approx(expected[ids[at]], abs=1e-4)
+        assert whole[1][at - 1, 0] == row.argmax()
 
 
 def test_without_questions_there_are_no_logprobs(runner):
@@ -299,8 +325,10 @@ def test_bfloat16_safetensors_run_in_8_bits(tmp_path, kernel_cache):
     ours = runner_of(CpuRunner, model, kernel_cache)
     theirs = runner_of(TorchRunner, model)
     batch, state = batch_of((ids, 0, [1, 2, 3])), state_of(GREEDY_TOP)
-    expected = dict(zip(*(part.tolist() for part in theirs.run(batch, state).top[0]), strict=True))
-    got = dict(zip(*(part.tolist() for part in ours.run(batch, state).top[0]), strict=True))
+    expected = dict(
+        zip(*(part[0].tolist() for part in theirs.run(batch, state).top[0]), strict=True)
+    )
+    got = dict(zip(*(part[0].tolist() for part in ours.run(batch, state).top[0]), strict=True))
     shared = expected.keys() & got.keys()
     assert len(shared) >= 15
     assert max(abs(expected[token] - got[token]) for token in shared) < 0.5
@@ -351,8 +379,10 @@ def test_a_missing_tensor_is_named(tmp_path, kernel_cache):
         runner_of(CpuRunner, toy_model(folder), kernel_cache)
 
 
-def test_a_core_is_left_to_the_front_end():
-    assert 1 <= default_num_threads() < 4096
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 2), (3, 2), (8, 7)])
+def test_a_core_is_left_to_the_front_end_where_there_are_three(monkeypatch, num_cores, num_threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
+    assert default_num_threads() == num_threads
 
 
 def built(tmp_path, monkeypatch, cache: Path, **worker):

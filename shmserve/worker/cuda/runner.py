@@ -1,0 +1,241 @@
+"""A model of the llama family on a CUDA device: recorded steps for decoding, steps launched ahead of their tokens.
+
+Owns: the way from a `Batch` to a launched step and from the device's results to a `StepOutput`. Never: knows a request, chooses
+blocks, or reads a result before it is asked to. Decode steps are replayed from the graph of their bucket; steps with prompts are
+launched kernel by kernel. Rows whose token the sampling kernel cannot choose (penalties, bias, grammar, top-k, top-p, most
+likely tokens) are sampled on the host when the step is collected, and cannot be followed ahead (`can_carry`).
+
+The device is a parameter, so that the tests run all of it on the CPU, with the reference operations or Triton's interpreter.
+Worker's main thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from shmserve.worker.batch import I4, Batch, PromptPart, PromptScores, StepOutput
+from shmserve.worker.cuda.buffers import CudaLink, HostLink, Landing, Link, StepBuffers
+from shmserve.worker.cuda.graphs import Capture, CudaCapture, NoCapture, StepGraphs, buckets_for
+from shmserve.worker.cuda.model import DeviceModel, moved
+from shmserve.worker.cuda.ops import Ops, triton_ops
+from shmserve.worker.models.config import DecoderConfig, ModelLoadError
+from shmserve.worker.models.weights import load_weights
+from shmserve.worker.runner import Progress, RunnerInfo
+from shmserve.worker.sampler import sample, score
+from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.sizing import sized
+from shmserve.worker.torch_output import SCORED_TOGETHER
+from shmserve.worker.torch_runner import open_model
+
+if TYPE_CHECKING:
+    from shmserve.models import PreparedModel
+
+DEFAULT_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
+MAX_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step. `others` are indices into its samples that the host samples."""
+
+    rows: I4
+    others: I4
+    sampling: SamplingState
+    landing: Landing
+    scores: tuple[PromptScores, ...]
+
+
+class CudaRunner:
+    """`ModelRunner` and `OverlappingRunner`. `kv_cache_bytes` 0: `kv_cache_fraction` of the device's free memory (0: 0.85).
+
+    `ops`, `link` and `capture` None: kernels, copies and graphs of `device`. Raises ModelLoadError, one line.
+    """
+
+    def __init__(
+        self,
+        model: PreparedModel,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int | None,
+        kv_cache_bytes: int = 0,
+        kv_cache_fraction: float = 0.0,
+        block_size: int = 16,
+        num_threads: int | None = None,
+        progress: Progress,
+        device: str = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+        ops: Ops | None = None,
+        link: Link | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        target = checked_device(device)
+        config, source = open_model(model.weights, model.format)
+        try:
+            with torch.inference_mode():
+                weights = moved(
+                    load_weights(source, config, lambda share: progress("loading weights", share)),
+                    target,
+                    dtype,
+                )
+                room = kv_cache_bytes or free_bytes(target, kv_cache_fraction)
+                per_block = kv_bytes_per_block(config, block_size, dtype)
+                name = f"{target.type}, {torch.finfo(dtype).dtype}"
+                info = sized(name, config, per_block, max_model_len, room, block_size)
+                buckets = buckets_for(max_num_seqs)
+                most_seqs = max(max_num_seqs, buckets[-1] if buckets else 0)
+                most_tokens = max(max_num_batched_tokens, most_seqs)
+                is_cuda = target.type == "cuda"
+                self._buffers = StepBuffers(
+                    link or (CudaLink(target) if is_cuda else HostLink()),
+                    max_num_tokens=most_tokens,
+                    max_num_seqs=most_seqs,
+                    num_rows=max_num_seqs,
+                    max_blocks=-(-info.max_model_len // block_size),
+                )
+                self._model = DeviceModel(
+                    config,
+                    weights,
+                    ops or triton_ops(),
+                    self._buffers,
+                    max_num_tokens=most_tokens,
+                    max_model_len=info.max_model_len,
+                    num_blocks=info.num_blocks,
+                    block_size=block_size,
+                )
+                self._graphs = StepGraphs(
+                    capture or (CudaCapture() if is_cuda else NoCapture()), buckets, self._decode
+                )
+                self._graphs.record_all(lambda share: progress("recording steps", share))
+        except torch.OutOfMemoryError as error:
+            line = " ".join(str(error).split())
+            raise ModelLoadError(
+                f"{model.weights}: not enough memory on {target}: {line}"
+            ) from None
+        self._info = info
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    def run(self, batch: Batch, sampling: SamplingState) -> StepOutput:
+        """Compute and sample; see `ModelRunner.run`."""
+        self.launch(batch, sampling)
+        return self.collect()
+
+    def can_carry(self, rows: I4, sampling: SamplingState) -> bool:
+        """See `OverlappingRunner`: no row of the step in flight, and none of `rows`, is sampled on the host."""
+        if any(flight.others.size for flight in self._flights):
+            return False
+        return not _needs_host(rows, sampling).any()
+
+    def launch(self, batch: Batch, sampling: SamplingState, carried: I4 | None = None) -> None:
+        """Start a step; see `OverlappingRunner.launch`."""
+        assert len(self._flights) < MAX_IN_FLIGHT, "launched, and never collected"
+        num_samples = len(batch.sample_seqs)
+        with torch.inference_mode():
+            bucket = self._graphs.bucket_of(batch.num_seqs) if batch.is_decode else None
+            inputs = self._buffers.send(batch, sampling, carried, bucket)
+            if bucket is not None:
+                self._graphs.replay(bucket)
+            elif batch.num_tokens:
+                self._model.compute(inputs, int(np.diff(batch.cu_seqlens).max()))
+                if num_samples:
+                    self._model.sample(inputs, num_samples)
+            landing = self._buffers.fetch(num_samples)
+            # Waits for the step: whoever asks for it pays with one that nothing overlaps.
+            scores = tuple(self._score(part) for part in batch.prompt_parts)
+        rows = batch.rows[batch.sample_seqs]
+        others = np.flatnonzero(_needs_host(rows, sampling)).astype(np.int32)
+        self._flights.append(_Flight(rows, others, sampling, landing, scores))
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step in flight; see `OverlappingRunner.collect`."""
+        flight = self._flights.popleft()
+        ids, values, failures = flight.landing.wait()
+        top = None
+        is_asked = flight.sampling.num_logprobs[flight.rows] >= 0
+        logprobs = np.where(is_asked, values, np.float32(np.nan))
+        if flight.others.size:
+            others = flight.others
+            with torch.inference_mode():
+                index = torch.from_numpy(others).to(self._model.logits.device)
+                logits = self._model.logits[index].float().cpu()
+                result = sample(logits, flight.rows[others], flight.sampling)
+            ids[others] = result.token_ids
+            failures[others] = 0
+            failures[others[list(result.failed)]] = 1
+            if result.logprobs is not None:
+                logprobs[others] = result.logprobs
+            top = result.top and {
+                int(others[at]): (top_ids[None], top_values[None])
+                for at, (top_ids, top_values) in result.top.items()
+            }
+        return StepOutput(
+            token_ids=ids[:, None],
+            time_ns=time.monotonic_ns(),
+            logprobs=logprobs[:, None] if is_asked.any() else None,
+            top=top,
+            failed=tuple(np.flatnonzero(failures).tolist()),
+            prompt_scores=flight.scores,
+        )
+
+    def close(self) -> None:
+        """Let weights, cache and graphs go."""
+        del self._graphs, self._model, self._buffers
+
+    def _score(self, part: PromptPart) -> PromptScores:
+        found = []
+        for start in range(0, len(part.token_ids), SCORED_TOGETHER):
+            targets = part.token_ids[start : start + SCORED_TOGETHER]
+            logits = self._model.hidden_logits(part.first_row + start, len(targets)).cpu()
+            found.append(score(logits, targets, part.num_top))
+        logprobs, ids, values = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        return PromptScores(part, logprobs, ids, values)
+
+    def _decode(self, bucket: int) -> None:
+        """One decode step over the static buffers: what is recorded."""
+        inputs = self._buffers.inputs(bucket, bucket)
+        self._model.compute(inputs, 1)
+        self._model.sample(inputs, bucket)
+
+
+def _needs_host(rows: I4, sampling: SamplingState) -> np.ndarray:
+    """Rows whose token the sampling kernel cannot choose, or of which more is asked than its logprob."""
+    is_limited = (sampling.top_p[rows] < 1) | (sampling.top_k[rows] > 0)
+    result: np.ndarray = is_limited & ~sampling.is_greedy(rows)
+    return result | (sampling.num_logprobs[rows] > 0) | sampling.is_edited(rows)
+
+
+def checked_device(name: str) -> torch.device:
+    """The device; ModelLoadError, one line, if there is none."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        build = torch.version.cuda or "no CUDA at all"
+        raise ModelLoadError(
+            f"--runner cuda: torch {torch.__version__} sees no CUDA device (it is built for {build})"
+        )
+    return device
+
+
+def free_bytes(device: torch.device, fraction: float) -> int:
+    """So much of the device's free memory; what torch holds and does not use counts as free."""
+    if device.type != "cuda":
+        raise ModelLoadError("a device without memory of its own needs --kv-cache-bytes")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * (fraction or DEFAULT_KV_FRACTION))
+
+
+def kv_bytes_per_block(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size
+    return int(values * dtype.itemsize)

@@ -1,0 +1,290 @@
+"""The CUDA runner on the CPU: the same tokens as the torch runner, recorded or not, carried or not."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shmserve.request import SamplingParams
+from shmserve.worker.batch import Batch, PromptPart
+from shmserve.worker.cuda.buffers import StepBuffers
+from shmserve.worker.cuda.ops import REFERENCE
+from shmserve.worker.cuda.runner import CudaRunner
+from shmserve.worker.models.config import ModelLoadError
+from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.torch_runner import TorchRunner
+
+BLOCK, HIDDEN, FFN, VOCAB, DIM = 16, 64, 128, 256, 16
+LIMITS = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "max_model_len": 64}
+LIMITS |= {"kv_cache_bytes": 1 << 20, "block_size": BLOCK, "progress": lambda what, share: None}
+LIMITS |= {"num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    rng = np.random.default_rng(5)
+    config = {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+    shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN)}
+    shapes["model.norm"] = (HIDDEN,)
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}self_attn.{n}_proj": (HIDDEN, HIDDEN) for n in "qo"}
+        shapes |= {f"{at}self_attn.{n}_proj": (2 * DIM, HIDDEN) for n in "kv"}
+        shapes |= {f"{at}mlp.{n}_proj": (FFN, HIDDEN) for n in ("gate", "up")}
+        shapes |= {f"{at}mlp.down_proj": (HIDDEN, FFN)}
+        shapes |= {f"{at}{n}_layernorm": (HIDDEN,) for n in ("input", "post_attention")}
+    tensors = {
+        f"{name}.weight": torch.from_numpy(rng.normal(size=shape).astype(np.float32) * 0.2)
+        for name, shape in shapes.items()
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return SimpleNamespace(weights=folder, format="safetensors")
+
+
+def cuda_runner(model, **options) -> CudaRunner:
+    options = {"device": "cpu", "dtype": torch.float32, "ops": REFERENCE} | options
+    return CudaRunner(model, **{**LIMITS, **options})
+
+
+def batch_of(parts, num_computed) -> Batch:
+    """`parts` are (row, tokens); row r has blocks 3 r + 1 and the two behind it."""
+    rows = np.array([row for row, _ in parts], np.int32)
+    counts = np.array([len(tokens) for _, tokens in parts])
+    starts = np.array([num_computed[row] for row, _ in parts])
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    table = (3 * rows[:, None] + 1 + np.arange(3)).astype(np.int32)
+    positions = np.concatenate(
+        [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
+    ).astype(np.int32)
+    owner = np.repeat(np.arange(len(rows)), counts)
+    return Batch(
+        step=1,
+        rows=rows,
+        token_ids=np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
+        positions=positions,
+        kv_slots=(table[owner, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int32),
+        cu_seqlens=cu,
+        block_table=table,
+        kv_lens=(starts + counts).astype(np.int32),
+        sample_seqs=np.arange(len(rows), dtype=np.int32),
+        is_decode=bool((counts == 1).all()),
+    )
+
+
+def state_of(num_rows=12, **params) -> SamplingState:
+    state = SamplingState(num_rows)
+    for row in range(num_rows):
+        state.set(row, SamplingParams(max_tokens=9, **{"temperature": 0.0} | params), (), 0)
+    return state
+
+
+def generated(runner, prompts, state, num_steps=6) -> list[list[int]]:
+    """Prompts of rows 0, 1, ... at once, then a token of each a step."""
+    num_computed = dict.fromkeys(range(len(prompts)), 0)
+    next_tokens = dict(enumerate(prompts))
+    out: list[list[int]] = [[] for _ in prompts]
+    for _ in range(num_steps):
+        output = runner.run(batch_of(list(next_tokens.items()), num_computed), state)
+        assert output.failed == ()
+        for row, token in enumerate(output.token_ids[:, 0].tolist()):
+            num_computed[row] += len(next_tokens[row])
+            next_tokens[row] = [token]
+            out[row].append(token)
+            state.position[row] += 1
+    return out
+
+
+PROMPTS = [[5, 9, 200], [17] * 1, list(range(40, 61))]
+MANY = [[3 * i + 1, i, 7] for i in range(11)]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    runner = TorchRunner(model, **LIMITS)
+    yield {len(p): generated(runner, p, state_of()) for p in (PROMPTS, MANY)}
+    runner.close()
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, MANY], ids=["gemv", "mm"])
+def test_greedy_tokens_are_those_of_the_torch_runner(model, expected, prompts):
+    runner = cuda_runner(model)
+    assert generated(runner, prompts, state_of()) == expected[len(prompts)]
+    runner.close()
+
+
+def test_carried_tokens_are_the_tokens_of_the_step_before(model, expected):
+    """Two steps in flight all the time; the host never says which token is computed. A row leaves on the way."""
+    runner, state = cuda_runner(model), state_of()
+    runner.launch(batch_of(list(enumerate(PROMPTS)), dict.fromkeys(range(3), 0)), state)
+    lengths = {row: len(prompt) for row, prompt in enumerate(PROMPTS)}
+    rows, out = [0, 1, 2], {row: [] for row in range(3)}
+    for step in range(5):
+        before, rows = rows, [row for row in rows if not (step == 2 and row == 1)]
+        assert runner.can_carry(np.array(rows, np.int32), state)
+        carried = np.array([before.index(row) for row in rows], np.int32)
+        runner.launch(batch_of([(row, [0]) for row in rows], lengths), state, carried)
+        for row, token in zip(before, runner.collect().token_ids[:, 0].tolist(), strict=True):
+            out[row].append(token)
+            state.position[row] += 1
+        for row in rows:
+            lengths[row] += 1
+    for row, token in zip(rows, runner.collect().token_ids[:, 0].tolist(), strict=True):
+        out[row].append(token)
+    reference = expected[len(PROMPTS)]
+    assert out == {0: reference[0], 1: reference[1][:3], 2: reference[2]}
+
+
+def test_a_carried_draw_is_the_draw_of_its_position(model):
+    prompts = [[5, 9, 200], [8, 8]]
+    runner, state = cuda_runner(model), state_of(temperature=1.3, seed=99)
+    plain = generated(runner, prompts, state, 2)
+    state.position[:] = 0
+    runner.launch(batch_of(list(enumerate(prompts)), {0: 0, 1: 0}), state)
+    follow = batch_of([(0, [0]), (1, [0])], {0: 3, 1: 2})
+    runner.launch(follow, state, np.array([0, 1], np.int32))
+    first, second = runner.collect(), runner.collect()
+    both = np.concatenate([first.token_ids, second.token_ids], axis=1)
+    assert both.tolist() == plain
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_p": 0.5}, {"top_k": 5}, {"num_logprobs": 2}, {"logit_bias": ((3, 5.0),)}],
+    ids=lambda params: next(iter(params)),
+)
+def test_rows_that_the_kernel_cannot_sample_are_sampled_on_the_host_and_not_carried(model, params):
+    ours, theirs = cuda_runner(model), TorchRunner(model, **LIMITS)
+    state = state_of(temperature=0.8, seed=3)
+    state.set(1, SamplingParams(max_tokens=9, temperature=0.8, seed=3, **params), (), 0)
+    batch = batch_of(list(enumerate(PROMPTS)), dict.fromkeys(range(3), 0))
+    assert not ours.can_carry(np.array([1], np.int32), state)
+    assert ours.can_carry(np.array([0, 2], np.int32), state)
+    mine, other = ours.run(batch, state), theirs.run(batch, state)
+    assert mine.token_ids[1, 0] == other.token_ids[1, 0]
+    if "num_logprobs" in params:
+        assert mine.top is not None and other.top is not None
+        assert mine.top[1][0].tolist() == other.top[1][0].tolist()
+        assert mine.top[1][0].shape == (1, 2)
+        assert mine.logprobs[1, 0] == pytest.approx(other.logprobs[1, 0], abs=1e-4)
+    ours.launch(batch, state)
+    assert not ours.can_carry(np.array([0], np.int32), state), "its logits would be overwritten"
+    ours.collect()
+
+
+def test_what_lies_in_a_block_behind_the_length_changes_nothing(model, expected):
+    runner = cuda_runner(model)
+    with torch.inference_mode():
+        runner._model.keys[:, 1:].fill_(float("nan"))
+        runner._model.values[:, 1:].fill_(float("nan"))
+    assert generated(runner, PROMPTS, state_of()) == expected[len(PROMPTS)]
+
+
+def test_prompt_scores_are_those_of_the_torch_runner(model):
+    part = PromptPart(2, 4, 1, np.array(PROMPTS[2][1:], np.int32), 3)
+    batch = batch_of(list(enumerate(PROMPTS)), dict.fromkeys(range(3), 0))
+    batch = dataclasses.replace(batch, prompt_parts=(part,))
+    runners = cuda_runner(model), TorchRunner(model, **LIMITS)
+    (mine,), (other,) = (runner.run(batch, state_of()).prompt_scores for runner in runners)
+    assert mine.part is part and mine.top_ids.tolist() == other.top_ids.tolist()
+    np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
+    np.testing.assert_allclose(mine.top_logprobs, other.top_logprobs, atol=1e-4)
+
+
+class CountingCapture:
+    """Records calls, and notes on each replay where the buffers are."""
+
+    def __init__(self, addresses) -> None:
+        self.addresses, self.seen, self.num_recorded = addresses, [], 0
+
+    def record(self, work):
+        self.num_recorded += 1
+        work()
+
+        def replay() -> None:
+            self.seen.append(self.addresses())
+            work()
+
+        return replay
+
+
+def test_decode_steps_are_replayed_over_buffers_that_never_move(model, expected, monkeypatch):
+    made: list[StepBuffers] = []
+    init = StepBuffers.__init__
+    monkeypatch.setattr(
+        StepBuffers,
+        "__init__",
+        lambda self, *args, **kwargs: (made.append(self), init(self, *args, **kwargs))[1],
+    )
+
+    def addresses():
+        (buffers,) = made
+        inputs = buffers.inputs(4, 4)
+        fields = [getattr(inputs, name).data_ptr() for name in inputs.__dataclass_fields__]
+        return (*fields, buffers.results.data_ptr())
+
+    capture = CountingCapture(addresses)
+    runner = cuda_runner(model, capture=capture)
+    at_start = addresses()
+    assert capture.num_recorded == 5  # 1, 2, 4, 8, 12
+    assert generated(runner, PROMPTS, state_of()) == expected[len(PROMPTS)]
+    assert capture.seen == [at_start] * 5, (
+        "five decode steps behind the prompts, all of them replayed"
+    )
+
+
+def test_no_cuda_device_is_one_line(model):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ModelLoadError, match=r"^--runner cuda: .* sees no CUDA device"):
+        CudaRunner(model, **LIMITS)
+
+
+INTERPRETED = """
+import os, sys, torch
+sys.path.insert(0, sys.argv[1])
+from types import SimpleNamespace
+from pathlib import Path
+import test_runner as t
+from shmserve.worker.cuda.ops import triton_ops
+runner = t.cuda_runner(
+    SimpleNamespace(weights=Path(sys.argv[2]), format="safetensors"), ops=triton_ops(), **t.FEW
+)
+print(t.generated(runner, t.PROMPTS, t.state_of(), 3))
+"""
+FEW = {"max_num_seqs": 4}
+
+
+@pytest.mark.triton
+def test_interpreted_kernels_give_the_tokens_of_the_torch_runner(model, expected):
+    """In a process of its own: triton reads the variable when it is imported."""
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, str(Path(__file__).parent), str(model.weights)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    tokens = [row[:3] for row in expected[len(PROMPTS)]]
+    assert json.loads(ran.stdout.splitlines()[-1]) == tokens
