@@ -1,73 +1,24 @@
 """A tokenizer of the tokenizers library, built from the metadata of a GGUF file.
 
-Owns: what `tokenizer.ggml.*` means: the model kind, the pre-tokenizer that a name stands for, which
-tokens are special. Never: guesses a pre-tokenizer, adds a BOS, reads tensors.
+Owns: what `tokenizer.ggml.*` means: the model kind, the merges, which tokens are special, what a raw
+prompt gets in front and behind (`gguf_pre_tokenizers.py` has the names of pre-tokenizers). Never:
+guesses a pre-tokenizer, adds a BOS, reads tensors.
 
 A tokenizer that is nearly right is worse than none: ids come out, and the model answers badly
 without any error. So an unknown name, missing merges or a form that cannot be rebuilt exactly is a
 `ModelError`. Used while a model is prepared.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from shmserve.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from shmserve.model_cache import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _WORD_BOUNDARY = "\u2581"
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SYMBOLS_AND_BLANKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _SYMBOLS_AND_BLANKS
-_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _SYMBOLS_AND_BLANKS
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class PreTokenizer:
-    """How text is cut before byte-level BPE. Without `pattern` GPT-2's own cut applies."""
-
-    pattern: str | None = None
-    single_digits: bool = False
-    ignore_merges: bool = False  # a piece that is a token as a whole is taken without merging
-    nfc: bool = False
-    adds_bos: bool = False  # where the file does not say
-
-
-_GPT2 = PreTokenizer()
-_DIGITS = PreTokenizer(single_digits=True)
-_LLAMA_BPE = PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True)
-
-# `tokenizer.ggml.pre`. Add a name only after comparing ids with the model's own tokenizer file, as
-# for llama-bpe and qwen2 (3,000 texts, no difference), or at least its pattern, as for tekken.
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "default": _GPT2,  # what converters write that name no model; nothing better is known
-    "llama-bpe": _LLAMA_BPE,
-    "llama-v3": _LLAMA_BPE,
-    "llama3": _LLAMA_BPE,
-    "qwen2": PreTokenizer(_QWEN2, nfc=True),
-    "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True),
-}
 
 
 def build_tokenizer(metadata: dict[str, object], path: Path) -> tuple[Tokenizer, bool]:
@@ -154,15 +105,9 @@ def _byte_level_bpe(
 ) -> Tokenizer:
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(_bpe(path, vocab, merges, ignore_merges=pre.ignore_merges))
-    if pre.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    to_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None)
-    cuts: list[pre_tokenizers.PreTokenizer] = []
-    if pre.single_digits:
-        cuts.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.pattern is not None:
-        cuts.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_alphabet])
+    if (normalizer := pre.normalizer()) is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre.build()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

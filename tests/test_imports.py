@@ -19,7 +19,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("__init__", "config", "request"),
     ("rings",),
     ("wire", "stop", "token_bytes", "boards", "control"),
-    ("gguf", "ggml_blocks", "tokenizer_build", "model_cache", "model_facts", "model_source"),
+    ("gguf", "ggml_blocks", "gguf_pre_tokenizers", "tokenizer_build", "model_cache", "model_facts")
+    + ("model_source",),
     ("models", "child"),
     ("grammar",),
     ("worker", "http"),

@@ -101,7 +101,7 @@ def bars_of(rows: list[Row]) -> list[Bar]:
         if row["part"] == "step" and row["batch"] == 256:
             name = f"step at B = 256, {row['pace']}"
             bars.append(Bar(f"{name}: CPU us", row["step_us"], 400))
-            bars.append(Bar(f"{name}: of a msgpack encode", row["encode_ratio"], 3))
+            bars.append(Bar(f"{name}: of outputs made and encoded", row["build_encode_ratio"], 3))
     itl = {row["prefill"]: row["itl_p99_ms"] for row in rows if row["part"] == "chunks"}
     if itl:
         bars.append(Bar("chunks: ITL p99, chunked of whole", itl["chunked"] / itl["whole"], 1))

@@ -5,7 +5,7 @@ Owns: the rig, the CPU clocks, and what a peer would send. Never: reduces or pri
     step_us          CPU of the main thread in `Engine.step`, ring publish included, the runner's sleep left out
     runner_us        of it, the time in which the simulated runner was awake to draw its tokens
     encode_us        msgpack encode of the same outputs as ready objects, one per sequence
-    build_encode_us  the objects made, and encoded
+    build_encode_us  the objects made, and encoded: what a peer's step pays for its outputs alone, and our step is judged by
 
 Blocks of steps and of encodes take turns in the same thread, at the same pace, so caches and clock are the same for both; the
 sleep's own CPU is measured by blocks of sleeps alone and taken off both.
@@ -158,12 +158,16 @@ def rig(batch: int, step_ms: float) -> Iterator[Rig]:
         )
         conditions = StopConditions(VOCABULARY, (0,))
         engine = Engine(runner, scheduler, conditions, RingConfig(), board)
-        engine.open_channel(
-            Channel.from_fds(instance, 1, 0, 0, [os.dup(fd) for fd in channel.fds()])
-        )
+        workers = Channel.from_fds(instance, 1, 0, 0, [os.dup(fd) for fd in channel.fds()])
+        engine.open_channel(workers)
         gc.collect()
         gc.disable()  # as the worker does once it is ready
         yield Rig(engine, runner, batch)
+        give_up_at = time.monotonic() + 10
+        # Where the consumer fell behind, records wait for credits.
+        while workers.tokens.credits.fd in engine.poll_fds() and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+            engine.flush_emitters()
         engine.show_idle()
         num_made = board["generation_tokens"]
         ours.send("over")

@@ -3,7 +3,8 @@
 Owns: the sequences of all channels and the order of a step. Never: knows what text is, or waits for a front end (unless the
 operator chose the policy that blocks).
 
-The inbox is drained before `schedule`, and again between the forward pass and the commit, so an abort never waits a step.
+The inbox is drained before `schedule`, and again between the forward pass and the commit, so an abort never waits a step. With a
+runner that can, the step behind is launched before this one's tokens are looked at (overlap.py).
 Laws: every SUBMIT is answered by exactly one FINISH, or by the end of its channel; blocks come back at the step boundary.
 Worker's main thread only.
 """
@@ -25,6 +26,7 @@ from shmserve.worker.constraints import Constraints
 from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.emitter import Emitter
 from shmserve.worker.inbox import Inbox
+from shmserve.worker.overlap import Overlap
 from shmserve.worker.refusal import fault_of
 from shmserve.worker.runner import ModelRunner
 from shmserve.worker.scheduler import NeverFitsError, Scheduler
@@ -55,6 +57,7 @@ class Engine:
         self.step_count = 0
         self._rings = rings
         self._board = board
+        self._overlap = Overlap(runner, scheduler)
         self._committer = Committer(scheduler, conditions)
         self._log = emission_log
         self._inboxes: dict[int, Inbox] = {}
@@ -63,11 +66,9 @@ class Engine:
         self._backlogged: set[int] = set()  # paused because their output waits outside the ring
         self._held_by_client: set[int] = set()  # paused by PAUSE records
         self._constraints = constraints or Constraints(None, runner.info.vocab_size)
-        self._doomed: list[Sequence] = []  # aborted under the forward pass
         self._broken: set[int] = (
             set()
         )  # channels whose counters cannot be: closed at the step boundary
-        self._is_computing = False
         self._num_arrived = 0
 
     # -- channels ---------------------------------------------------------------------------------------------------------
@@ -149,14 +150,9 @@ class Engine:
         self._emitters[http].keep(req_id, unit)
 
     def abort(self, req_id: int) -> None:
-        """End a request; silent if it has ended already. Under a forward pass its blocks wait for the step boundary."""
+        """End a request; silent if it has ended already. Its blocks wait for the step that computes it."""
         sequence = self._by_id.get(req_id)
-        if sequence is None:
-            return
-        if self._is_computing and sequence.row >= 0:
-            self.scheduler.columns.is_aborted[sequence.row] = True
-            self._doomed.append(sequence)
-        else:
+        if sequence is not None:
             self._finish(sequence, Ending(FinishReason.ABORT))
 
     def abort_by_digest(self, req_id: int, http: int, digest: bytes) -> None:
@@ -223,36 +219,40 @@ class Engine:
         for http in list(self._broken):
             self.close_channel(http)
         self._take_compiled()
-        now = time.monotonic_ns()  # not `begin`: nobody is admitted before it was received
-        batch, started = self.scheduler.schedule(self.step_count + 1, now)
-        if batch is None:
+        if not self._overlap.is_flying and not self._launch(begin):
             return False
-        if started:
-            self._announce(started, now)
         self.step_count += 1
-        has_prompts = batch.num_tokens > batch.num_seqs + batch.num_guessed
-        self._show_phase(Phase.PREFILL if has_prompts else Phase.DECODE, begin)
-        self.scheduler.sampling.expect_masks(self._constraints.begin_masks(batch))
-        self._is_computing = True
-        output = self.runner.run(batch, self.scheduler.sampling)
+        self._overlap.follow(self.step_count + 1)
+        batch, output = self._overlap.collect()
         self.drain_inboxes()
-        self._is_computing = False
         self.scheduler.advance(batch, output.time_ns, output.failed)
         committed = self._committer.commit(batch, output, time.monotonic_ns())
         if self._log is not None:
             self._log.write(self.step_count, output.time_ns, committed)
         for sequence, ending in committed.endings:
             self._finish(sequence, ending)
-        doomed, self._doomed = self._doomed, []
-        for sequence in doomed:
-            if sequence.req_id in self._by_id:
-                self._finish(sequence, Ending(FinishReason.ABORT))
         self._publish(committed)
+        for sequence in self._overlap.landed():
+            self.scheduler.remove(sequence)
         if batch.num_drafts is not None and output.counts is not None:
             has_guessed = batch.num_drafts > 0
             self._board.add("num_draft_tokens", batch.num_guessed)
             self._board.add("num_accepted_tokens", int((output.counts - 1)[has_guessed].sum()))
         self._show(begin, committed)
+        return True
+
+    def _launch(self, begin_ns: int) -> bool:
+        """Start the step that the scheduler says; False if there is none."""
+        now = time.monotonic_ns()  # not `begin_ns`: nobody is admitted before it was received
+        batch, started = self.scheduler.schedule(self.step_count + 1, now)
+        if batch is None:
+            return False
+        if started:
+            self._announce(started, now)
+        has_prompts = batch.num_tokens > batch.num_seqs + batch.num_guessed
+        self._show_phase(Phase.PREFILL if has_prompts else Phase.DECODE, begin_ns)
+        self.scheduler.sampling.expect_masks(self._constraints.begin_masks(batch))
+        self._overlap.launch(batch)
         return True
 
     def _announce(self, started: list[Sequence], now_ns: int) -> None:
@@ -326,7 +326,10 @@ class Engine:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        self.scheduler.remove(sequence)
+        if self._overlap.holds(sequence):
+            self._overlap.end(sequence)
+        else:
+            self.scheduler.remove(sequence)
         self._by_id.pop(sequence.req_id, None)
         self._backlogged.discard(sequence.req_id)
         self._held_by_client.discard(sequence.req_id)

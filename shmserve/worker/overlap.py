@@ -6,10 +6,15 @@ that have their answer while their rows are still in flight. Never: runs a model
 A step can be followed ahead of time when each of its sequences makes one token there and may go on without the host seeing
 it: the token travels on the device ("carried"). Who comes, leaves, is preempted or needs its token first is decided with
 nothing in flight, by the scheduler; `follow` says None then, and the engine collects first. So the scheduler never sees a state
-that is half computed, and a runner that cannot overlap is driven as if this module did not exist.
+that is half computed. A runner that only knows `run` is driven through the same calls, and nothing is ever launched ahead.
 
-Law: a row and its blocks go back only when no step in flight computes it. A sequence that ends in step N while step N + 1 computes
-it wastes one row there: `is_aborted` marks its column, the commit drops what comes, and `landed` hands it out afterwards.
+Laws
+  - A row and its blocks go back only when no step in flight computes it, and the step that was collected is committed. A sequence
+    that ends in step N while step N + 1 computes it wastes one row there: `is_aborted` marks its column, the commit drops what
+    comes, and `landed` hands it out afterwards.
+  - Steps are computed one behind the other, never two at once. So a block that the prefix cache makes superfluous when step N is
+    committed may be given out at once, though step N + 1 still reads it: whoever writes it is computed behind that.
+
 Worker's main thread only.
 """
 
@@ -21,6 +26,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from shmserve.worker.batch import I4, Batch, StepOutput
+from shmserve.worker.runner import ModelRunner
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.sequence import Sequence
@@ -34,7 +40,7 @@ class OverlappingRunner(Protocol):
         """Whether these rows can go on without the host seeing the token that they make now."""
 
     def launch(self, batch: Batch, sampling: SamplingState, carried: I4 | None = None) -> None:
-        """Start `batch`, behind what was launched before. At most two steps are ever launched and not collected.
+        """Start `batch`, computed when what was launched before is. At most two steps are ever launched and not collected.
 
         `carried` i4[S] is for each sequence the index into the output of the step launched before whose token it computes;
         its own `token_ids` mean nothing then, and its draw is at one position further than `sampling` says. None: nothing is.
@@ -44,16 +50,40 @@ class OverlappingRunner(Protocol):
         """The output of the oldest step that was launched and not collected; blocks until it is on the host."""
 
 
+class _OneByOne:
+    """A runner that only knows `run`: it computes a step when it is collected, and carries nothing."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._launched: tuple[Batch, SamplingState] | None = None
+
+    def can_carry(self, rows: I4, sampling: SamplingState) -> bool:
+        return False
+
+    def launch(self, batch: Batch, sampling: SamplingState, carried: I4 | None = None) -> None:
+        assert self._launched is None and carried is None
+        self._launched = batch, sampling
+
+    def collect(self) -> StepOutput:
+        assert self._launched is not None, "nothing was launched"
+        launched, self._launched = self._launched, None
+        return self._runner.run(*launched)
+
+
 class Overlap:
     """The flights of one runner."""
 
-    def __init__(self, runner: OverlappingRunner, scheduler: Scheduler) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner | OverlappingRunner, scheduler: Scheduler) -> None:
+        self._can_follow = isinstance(runner, OverlappingRunner)
+        self._runner: OverlappingRunner = (
+            runner if isinstance(runner, OverlappingRunner) else _OneByOne(runner)
+        )
         self._scheduler = scheduler
         self._flights: deque[Batch] = deque()
         self._num_flying = np.zeros(scheduler.max_num_seqs, np.int8)  # steps in flight, by row
         self._place = np.full(scheduler.max_num_seqs, -1, np.int32)  # in the newest flight, by row
         self._ended: list[Sequence] = []
+        self._collected: Batch | None = None  # and not committed yet
         self._refused: tuple[Sequence, int, int] | None = None
         self.num_followed = 0
 
@@ -62,21 +92,26 @@ class Overlap:
         return bool(self._flights)
 
     def holds(self, sequence: Sequence) -> bool:
-        """Whether a step in flight computes `sequence`."""
+        """Whether a step in flight computes `sequence`, or one that was collected and is not committed yet."""
         return sequence.row >= 0 and bool(self._num_flying[sequence.row])
 
     def launch(self, batch: Batch) -> None:
         """Start a batch of the scheduler's, with nothing in flight."""
         assert not self._flights, "the scheduler was asked with a step in flight"
-        self._note_who_waits(batch)
+        if self._can_follow:
+            self._note_who_waits(batch)
         self._start(batch, None)
 
     def follow(self, step: int) -> Batch | None:
         """Launch the step behind the one in flight, if all is settled for it."""
+        if not self._can_follow:
+            return None
         assert len(self._flights) == 1, len(self._flights)
         before = self._flights[-1]
         columns = self._scheduler.columns
-        if len(before.sample_seqs) != before.num_seqs or self._can_admit():
+        if len(before.sample_seqs) != before.num_seqs or before.num_drafts is not None:
+            return None
+        if self._can_admit():
             return None
         rows = np.array([s.row for s in self._scheduler.running if not s.is_paused], np.int32)
         rows = rows[~columns.is_aborted[rows]]
@@ -87,7 +122,9 @@ class Overlap:
         # What ends by its length ends in the step in flight, whatever its token will be.
         goes_on = is_ready[before.rows] & (before.kv_lens + 1 < columns.max_total[before.rows])
         carried = np.flatnonzero(goes_on).astype(np.int32)
-        rows, positions = before.rows[carried], before.kv_lens[carried]
+        # The same array as long as the same go on: whoever has prepared for these rows sees that they are the same.
+        rows = before.rows if goes_on.all() else before.rows[carried]
+        positions = before.kv_lens[carried]
         if not len(rows) or not self._runner.can_carry(rows, self._scheduler.sampling):
             return None
         if not self._grow(rows, positions):
@@ -98,22 +135,25 @@ class Overlap:
         return batch
 
     def collect(self) -> tuple[Batch, StepOutput]:
-        """The oldest step in flight and what it gave."""
+        """The oldest step in flight and what it gave; its sequences are held until it is committed, and `landed` asked."""
+        assert self._collected is None, "collected, and not committed"
         output = self._runner.collect()
-        batch = self._flights.popleft()
-        self._num_flying[batch.rows] -= 1
+        batch = self._collected = self._flights.popleft()
         if not self._flights:
             self._place[batch.rows] = -1
         return batch, output
 
     def end(self, sequence: Sequence) -> None:
-        """`sequence`, which a step in flight computes, has its answer: nothing that comes is for it any more."""
+        """`sequence`, which is held, has its answer: nothing that comes is for it any more."""
         assert self.holds(sequence)
         self._scheduler.columns.is_aborted[sequence.row] = True
         self._ended.append(sequence)
 
     def landed(self) -> list[Sequence]:
-        """Of those that `end` was told of, the ones that no flight computes any more. Each is handed out once."""
+        """What was collected is committed. Of those that `end` was told of, the ones that are held no more, each once."""
+        if self._collected is not None:
+            self._num_flying[self._collected.rows] -= 1
+            self._collected = None
         if not self._ended:
             return []
         done = [s for s in self._ended if not self.holds(s)]

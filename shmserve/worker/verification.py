@@ -51,7 +51,7 @@ class Kept:
 
 
 def places_of(batch: Batch) -> Places:
-    if batch.is_decode:  # all do, and none guesses
+    if batch.is_decode and len(batch.sample_seqs) == batch.num_seqs:  # and none guesses
         return Places(batch.sample_seqs, batch.rows, batch.sample_seqs, None)
     rows = batch.rows[batch.sample_seqs]
     last = batch.cu_seqlens[1:][batch.sample_seqs] - 1

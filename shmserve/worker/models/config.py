@@ -73,9 +73,13 @@ class DecoderConfig:
     has_output_bias: bool
     has_qk_norm: bool
     tied_head: bool
-    has_fused_matrices: bool = False  # q, k and v lie in one tensor of the file, gate and up in another
+    has_fused_matrices: bool = (
+        False  # q, k and v lie in one tensor of the file, gate and up in another
+    )
     activation: str = "silu"  # or gelu_tanh
-    has_branch_norms: bool = False  # what attention and feed-forward give is normed before it is added
+    has_branch_norms: bool = (
+        False  # what attention and feed-forward give is normed before it is added
+    )
     norm_offset: float = 0.0  # added to the weights of norms when they are read
     embedding_scale: float = 1.0
     query_scale: float = 1.0  # of queries, besides head_dim ** -0.5

@@ -134,7 +134,10 @@ def _refuse_others(fields: Fields, architecture: str) -> None:
         if architecture == "gemma":
             activations += ("gelu",)  # a legacy value of the official files, which means the other
     for key, plain in (
-        ("hidden_activation" if "hidden_activation" in fields.values else "hidden_act", activations),
+        (
+            "hidden_activation" if "hidden_activation" in fields.values else "hidden_act",
+            activations,
+        ),
         ("mlp_bias", (False,)),
         ("partial_rotary_factor", (1.0,)),
         ("use_bidirectional_attention", (False,)),

@@ -192,7 +192,9 @@ class SafetensorsSource:
         whole, first, end = _split(name)
         path = self._file_of[whole]
         tensor: Tensor = (
-            self._open(path).get_tensor(whole) if end is None else self._slice(path, whole)[first:end]
+            self._open(path).get_tensor(whole)
+            if end is None
+            else self._slice(path, whole)[first:end]
         )
         tensor = tensor.to(torch.float32)
         return tensor + self._config.norm_offset if part in NORMS else tensor

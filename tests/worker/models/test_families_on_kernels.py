@@ -1,27 +1,41 @@
 """The same checkpoints on the C kernels, against the torch decoder over the very weights that these unpack to."""
 
-import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from toys import BLOCK, BY_KERNELS, FAMILIES, MAX_POSITIONS, NUM_BLOCKS, TOKENS, VOCAB, Computed
-from toys import batch_of, prepared
+from toys import (
+    BLOCK,
+    BY_KERNELS,
+    FAMILIES,
+    MAX_POSITIONS,
+    NUM_BLOCKS,
+    TOKENS,
+    VOCAB,
+    Computed,
+    batch_of,
+    prepared,
+)
 
-from shmserve.config import Config
+from shmserve.config import Config, WorkerConfig
+from shmserve.models import PreparedModel
+from shmserve.request import SamplingParams
 from shmserve.worker import __main__ as worker_main
 from shmserve.worker.cpu.build import KernelsError, compiled_library
 from shmserve.worker.cpu.library import Engine, Library
 from shmserve.worker.cpu.loading import UncomputedModelError, load_model, open_source
 from shmserve.worker.cpu.pack import PackedMatrix, PackedModel, unpack
 from shmserve.worker.cpu.runner import CpuRunner
-from shmserve.worker.models.config import DecoderConfig
+from shmserve.worker.models.config import DecoderConfig, Rope
 from shmserve.worker.models.weights import DecoderWeights, LayerWeights
+from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.torch_runner import TorchRunner
 
-MOST_ERROR = 0.03
-"""Of the logits, root mean square, relative: 8-bit activations. Measured: 0.007 to 0.018."""
+MOST_ERROR = 0.08
+"""Root mean square of the logits' differences, relative to the logits: the kernels round activations to 8 bits. Measured: 0.033 to
+0.055; a feature of the family that is left out gives 0.35 and more."""
 
 BLOCKS = [9, 3, 12]
 
@@ -90,23 +104,44 @@ def unpacked(config: DecoderConfig, packed: PackedModel) -> DecoderWeights:
     )
 
 
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+
+
 @pytest.mark.parametrize("name", BY_KERNELS)
 def test_kernels_and_torch_agree_on_the_same_weights(library, toy, name):
     made = toy(name)
     ours = OnKernels(library, made.folder)
-    expected = Computed(ours.config, unpacked(ours.config, ours.packed)).logits((TOKENS, 0, BLOCKS))
     found = ours.logits((TOKENS, 0, BLOCKS))
-    error = ((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
-    print(name, error)
-    d=(found-expected).square().mean(1).sqrt()/expected.square().mean(1).sqrt(); print(name, "rows", d[:4], d.median(), d.max())
-    # 8-bit weights cost about as much again, against the checkpoint itself.
-    error = ((found - made.logits).square().mean().sqrt() / made.logits.square().mean().sqrt()).item()
-    print(name, error)
-    pass
-    # Neither chunks nor prefixes nor neighbours change a bit.
-    parts = [(TOKENS[44:], 44, BLOCKS), (TOKENS[:7], 0, [7]), (TOKENS[32:44], 32, [*BLOCKS[:2], 21])]
+    same = Computed(ours.config, unpacked(ours.config, ours.packed)).logits((TOKENS, 0, BLOCKS))
+    assert error(found, same) < MOST_ERROR
+    # 8-bit weights cost as much again: 0.047 to 0.087 against the checkpoint itself.
+    assert error(found, made.logits) < 1.5 * MOST_ERROR
+    # Neither chunks nor a prefix nor neighbours change a bit.
+    parts = [
+        (TOKENS[44:], 44, BLOCKS),
+        (TOKENS[:7], 0, [7]),
+        (TOKENS[32:44], 32, [*BLOCKS[:2], 21]),
+    ]
     ragged = ours.logits(*parts)
     assert torch.equal(ragged, torch.cat([found[44:], found[:7], found[32:44]]))
+    ours.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mistral", {"sliding_windows": (None,) * 3}),
+        ("qwen2 windows", {"sliding_windows": (5,) * 3}),
+        ("qwen2 yarn", {"ropes": (Rope(100.0),) * 3}),
+        ("llama 3", {"ropes": (Rope(100.0),) * 3}),
+        ("phi3", {"sliding_windows": (8,) * 3}),
+    ],
+)
+def test_a_feature_left_out_is_far_beyond_the_tolerance(library, toy, name, change):
+    ours = OnKernels(library, toy(name).folder)
+    other = Computed(replace(ours.config, **change), unpacked(ours.config, ours.packed))
+    assert error(ours.logits((TOKENS, 0, BLOCKS)), other.logits((TOKENS, 0, BLOCKS))) > 0.35
     ours.engine.close()
 
 
@@ -118,5 +153,51 @@ def test_families_beyond_the_kernels_are_refused_by_name(toy, name):
     assert str(caught.value).startswith("the C kernels do not compute")
 
 
-def test_auto_runs_such_a_family_on_torch_and_says_so_once(toy, tmp_path, caplog, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def built(name, toy, monkeypatch, **worker):
+    """What the worker makes of a family's checkpoint."""
+    monkeypatch.setattr(PreparedModel, "num_token_ids", lambda self: VOCAB - 4)
+    config = Config(worker=WorkerConfig(kv_cache_bytes=1 << 20, block_size=BLOCK, **worker))
+    joined = SimpleNamespace(config=config)
+    model = prepared(toy(name).folder)
+    return worker_main.build_runner(
+        SimpleNamespace(joined=joined, model=model, progress=no_progress)
+    )
+
+
+def test_auto_runs_such_a_family_on_torch_and_says_so_once(toy, monkeypatch, caplog, library):
+    runner = built("gemma2", toy, monkeypatch)
+    assert isinstance(runner, TorchRunner)
+    (record,) = caplog.records
+    assert "do not compute gemma2 models with" in record.message
+    assert "soft-capped logits" in record.message and "\n" not in record.message
+    runner.close()
+
+
+def test_cpu_refuses_such_a_family(toy, monkeypatch):
+    with pytest.raises(UncomputedModelError, match="smollm3 models with layers without rotary"):
+        built("smollm3", toy, monkeypatch, runner="cpu")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+def test_an_id_beyond_the_tokenizers_is_never_chosen(toy, monkeypatch, name, kind):
+    runner = built(name, toy, monkeypatch, runner=kind)
+    assert isinstance(runner, CpuRunner if kind == "cpu" else TorchRunner)
+    assert runner.info.vocab_size == VOCAB - 4
+    everything = SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=VOCAB)
+    asked = [everything] + [
+        SamplingParams(max_tokens=1, temperature=50.0, seed=seed) for seed in range(31)
+    ]
+    state = SamplingState(32)
+    for row, params in enumerate(asked):
+        state.set(row, params, (), 0)
+    chosen = set()
+    for end in range(1, len(TOKENS), 5):
+        parts = [(TOKENS[:end], 0, [row + 1, row + 33, row + 65]) for row in range(32)]
+        output = runner.run(batch_of(*parts), state)
+        chosen |= set(output.token_ids[:, 0].tolist())
+        ids, logprobs = output.top[0]
+        assert sorted(ids.tolist()) == list(range(VOCAB - 4))
+        assert np.exp(logprobs.astype(np.float64)).sum() == pytest.approx(1, abs=1e-4)
+    assert len(chosen) > 40 and max(chosen) < VOCAB - 4
+    runner.close()

@@ -119,9 +119,7 @@ FAMILIES = {
         torch.bfloat16,
     ),
 }
-BY_KERNELS = tuple(
-    name for name in FAMILIES if not name.startswith("gemma") and name != "smollm3"
-)
+BY_KERNELS = tuple(name for name in FAMILIES if not name.startswith("gemma") and name != "smollm3")
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,9 @@ def make_toy(folder: Path, family: Family) -> Toy:
         with torch.no_grad():
             for parameter in model.parameters():
                 # Vectors are biases around 0 or gains around what they are made as.
-                parameter.copy_(0.25 * torch.randn_like(parameter) + (parameter.dim() == 1) * parameter)
+                parameter.copy_(
+                    0.25 * torch.randn_like(parameter) + (parameter.dim() == 1) * parameter
+                )
         model.to(family.dtype).save_pretrained(folder, max_shard_size=family.shard_size)
         exact = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
