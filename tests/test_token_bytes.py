@@ -170,3 +170,9 @@ def test_the_sample_texts_survive_a_round_trip_through_the_default_model(default
     for text in SAMPLE_TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert b"".join(table[i] for i in ids).decode() == text
+
+
+def test_ids_that_only_pad_a_vocabulary_are_told_from_those_with_a_token():
+    table = TokenBytes.from_list([b"a", b"", b"b", b"", b""])
+    assert (len(table), table.num_used) == (5, 3)
+    assert TokenBytes.from_list([b"", b""]).num_used == 0

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from shmserve import __version__
 from shmserve.http import health, native, openapi, utility
@@ -175,8 +176,22 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
     return app
 
 
+class _OneLine(logging.Filter):
+    """A request that is no HTTP is its client's fault: a debug line, not a traceback in the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        log.debug("a client sent what is no HTTP: %s", error)
+        return False
+
+
 def runner_of(application: web.Application) -> web.AppRunner:
     """The runner of a front end, in production and in tests."""
+    server_log = logging.getLogger("aiohttp.server")
+    if not any(isinstance(each, _OneLine) for each in server_log.filters):
+        server_log.addFilter(_OneLine())
     return web.AppRunner(
         application,
         handler_cancellation=True,  # else a client that leaves is noticed by nobody

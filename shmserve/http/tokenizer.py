@@ -28,6 +28,7 @@ class Tokenizer:
         self._bos = (
             [model.bos_token_id] if model.add_bos_token and model.bos_token_id is not None else []
         )
+        self._eos = list(model.eos_token_ids[:1]) if model.add_eos_token else []
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         table = model.token_bytes().table()
         self.vocab_size = model.vocab_size
@@ -75,15 +76,18 @@ class Tokenizer:
         )
 
     async def encode(self, text: str, *, add_bos: bool) -> npt.NDArray[np.int32]:
-        """Token ids of `text`, with BOS in front if the model wants one and `add_bos` says that nobody wrote it yet."""
+        """Token ids of `text`, framed as the model wants if `add_bos` says that nobody did it yet.
+
+        That is BOS in front; and an EOS behind, which a few GGUF files ask for.
+        """
         if len(text) <= INLINE_CHARS:
             ids = self._encode(text)
         else:
             ids = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._encode, text
             )
-        if add_bos and self._bos:
-            ids = np.concatenate([np.array(self._bos, np.int32), ids])
+        if add_bos and (self._bos or self._eos):
+            ids = np.array([*self._bos, *ids, *self._eos], np.int32)
         return ids
 
     def _encode(self, text: str) -> npt.NDArray[np.int32]:

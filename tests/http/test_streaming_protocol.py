@@ -226,3 +226,10 @@ def test_requests_reuse_a_connection(server):
             port = connection.sock.getsockname()[1]
         assert connection.sock.getsockname()[1] == port
     connection.close()
+
+
+def test_bytes_that_are_no_http_are_answered_with_400_and_no_traceback(server, asker, wire):
+    connection = wire(server)
+    connection.sock.sendall(b"NOT/HTTP \x00\xff\r\n\r\n")
+    assert connection.read_all().startswith(b"HTTP/1.0 400")
+    assert "Traceback" not in server.output()

@@ -139,6 +139,34 @@ class FrontEnd:
             self.last_is_stop.add(req_id)
 
 
+class LateRunner:
+    """The rig's runner as one whose steps are launched ahead: it computes a step when it is collected, and holds the engine to
+    the law that until then nobody else has its rows."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.info = rig.runner.info
+        self._flights: list[tuple] = []
+
+    def can_carry(self, rows, sampling) -> bool:
+        return not sampling.is_edited(rows).any()
+
+    def launch(self, batch, sampling, carried=None) -> None:
+        assert len(self._flights) < 2
+        owners = [self._rig.scheduler.by_row[row] for row in batch.rows.tolist()]
+        blocks = [list(owner.blocks) for owner in owners]
+        self._flights.append((batch, sampling, owners, blocks))
+
+    def collect(self):
+        batch, sampling, owners, blocks = self._flights.pop(0)
+        assert owners == [self._rig.scheduler.by_row[row] for row in batch.rows.tolist()]
+        assert all(len(o.blocks) >= len(b) for o, b in zip(owners, blocks, strict=True))
+        return self._rig.runner.run(batch, sampling)
+
+    def close(self) -> None:
+        self._rig.runner.close()
+
+
 class Rig:
     """An engine with a simulated runner that does not sleep, and a front end for each of its channels.
 
@@ -159,6 +187,7 @@ class Rig:
         max_model_len: int = 64,
         script: dict[int, list[list[int]]] | None = None,
         log_path: Path | None = None,
+        is_overlapped: bool = False,
         **rings,
     ) -> None:
         self.instance = instance
@@ -184,7 +213,7 @@ class Rig:
         self._run, self.runner.run = self.runner.run, self._run_and_note
         self.board = Board.create(Board.name(instance, 1, "worker", 0), WORKER_BOARD, 1)
         self.engine = Engine(
-            self.runner,
+            LateRunner(self) if is_overlapped else self.runner,
             self.scheduler,
             StopConditions(TOY_BYTES, SPECIAL_IDS),
             RingConfig(token_slots=token_slots, submit_slots=submit_slots, **rings),

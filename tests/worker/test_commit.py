@@ -317,3 +317,83 @@ def test_both_paths_agree(steps, data):
                 break
         results.append((kept(desk.sequences[0], desk), ended))
     assert results[0] == results[1]
+
+
+# -- records that go on ----------------------------------------------------------------------------------------------------
+
+KINDS = [
+    params(),
+    params(max_tokens=7),
+    params(ignore_eos=True),
+    params(stop_token_ids=(6,), min_tokens=4),
+    params(stop=(b"zz",)),
+    params(num_logprobs=2),
+]
+
+
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=5),
+    steps=st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([EOS, 4, 5, 6, 27]), min_size=5, max_size=5),
+            st.sampled_from(["plain", "plain", "plain", "logprobs", "counts", "failed", "aborted"]),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_records_that_go_on_are_those_of_a_committer_that_remembers_nothing(kinds, steps):
+    ours, theirs = Desk(*kinds), Desk(*kinds)
+    for tokens, how in steps:
+        seen = []
+        for desk in (ours, theirs):
+            alive = len(desk.scheduler.running) or len(desk.scheduler.waiting)
+            if not alive:
+                return
+            output = {}
+            if how == "logprobs":
+                output["logprobs"] = -np.arange(1, alive + 1, dtype=np.float32)[:, None]
+            elif how == "counts":
+                output["counts"] = None
+            elif how == "failed":
+                output["failed"] = (0,)
+            if desk is theirs:
+                desk.committer._decode_records = None
+
+            def abort(desk=desk, how=how):
+                if how == "aborted":
+                    desk.scheduler.columns.is_aborted[desk.scheduler.running[-1].row] = True
+
+            done = desk.deal(*([t] for t in tokens[:alive]), under_forward=abort, **output)
+            names = [n for n in TOKENS_DTYPE.names if n != "logprobs" or how == "logprobs"]
+            ended = {sequence.req_id: ending for sequence, ending in done.endings}
+            columns, rows = desk.scheduler.columns, [s.row for s in desk.scheduler.running]
+            seen.append(
+                (
+                    {name: done.records[name].tolist() for name in names},
+                    done.channels.tolist(),
+                    done.units,
+                    ended,
+                    done.num_tokens,
+                    sorted(done.itl_ns),
+                    columns.num_tokens[rows].tolist(),
+                    columns.token_ids[rows].tolist(),
+                    columns.last_time_ns[rows].tolist(),
+                    desk.scheduler.sampling.position[rows].tolist(),
+                )
+            )
+            gone = [sequence for sequence, _ in done.endings]
+            gone += [s for s in desk.scheduler.running if columns.is_aborted[s.row]]
+            for sequence in dict.fromkeys(gone):
+                desk.scheduler.remove(sequence)
+        assert seen[0] == seen[1]
+
+
+def test_records_go_on_while_nobody_comes_or_goes():
+    desk = Desk(params(), params(stop=(b"zz",)))
+    desk.deal([4], [5])
+    desk.deal([4], [5])
+    first = desk.committer._decode_records
+    for _ in range(5):
+        desk.deal([4], [5])
+    assert desk.committer._decode_records is first is not None

@@ -22,9 +22,7 @@ def tokens(*entries: tuple[int, int, int]) -> np.ndarray:
 
 
 def committed(records=(), units=()) -> Committed:
-    return Committed(
-        tokens(*records), np.zeros(0, np.int32), list(units), [], 0, []
-    )
+    return Committed(tokens(*records), np.zeros(0, np.int32), list(units), [], 0, [])
 
 
 class ReadableLog(EmissionLog):

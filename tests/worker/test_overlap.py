@@ -136,6 +136,27 @@ def test_overlap_gives_the_same_tokens(num_blocks):
     assert (loop.scheduler.num_preempted > 0) == (num_blocks == 12)
 
 
+def test_a_block_that_becomes_superfluous_under_a_flight_may_be_given_out_at_once():
+    """Equal sequences make equal blocks, of which one is kept; with hardly any blocks left, the other is taken for the next token."""
+    taken: list[int] = []
+
+    def scenario(loop):
+        release = loop.scheduler.blocks.release
+
+        def note(blocks):
+            if loop.overlap.is_flying and len(blocks) == 1:
+                taken.extend(blocks)
+            release(blocks)
+
+        loop.scheduler.blocks.release = note
+        for req_id in range(1, 5):
+            loop.add(req_id, [3, 4, 5], 30)
+
+    loop = both(scenario, num_blocks=12)
+    assert taken and loop.overlap.num_followed > 0
+    assert len({tuple(tokens) for tokens in loop.tokens.values()}) == 1
+
+
 def decoding(num_steps=2):
     """A loop with one step in flight, of two sequences."""
     loop = Loop(True)

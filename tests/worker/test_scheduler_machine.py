@@ -9,6 +9,8 @@ two, or never computed, is seen at once.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -24,6 +26,7 @@ from hypothesis.stateful import (
 
 from shmserve.request import SamplingParams
 from shmserve.worker.batch import Batch
+from shmserve.worker.decode_set import DecodeSet
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.scheduler import NeverFitsError, Scheduler
 from shmserve.worker.sequence import Sequence
@@ -174,6 +177,8 @@ class Scheduling(RuleBasedStateMachine):
             self.assert_nobody_is_kept_out()
             return False
         self.assert_consistent(batch)
+        if batch.is_decode:
+            self.assert_is_as_if_new(batch)
         failed = self.write_and_read(batch, breaks)
         in_batch = [scheduler.by_row[int(batch.rows[index])] for index in batch.sample_seqs]
         scheduler.advance(batch, self.step_number, failed)
@@ -185,6 +190,14 @@ class Scheduling(RuleBasedStateMachine):
                 self.append(sequence, num_made)
         self.assert_kept()
         return True
+
+    def assert_is_as_if_new(self, batch):
+        """A set of decoding rows that has gone on makes the batch that a new one makes."""
+        s = self.scheduler
+        new = DecodeSet(batch.rows, s.info, s.columns, s.tables, s.by_row).batch(batch.step)
+        for field in fields(Batch):
+            ours, theirs = getattr(batch, field.name), getattr(new, field.name)
+            assert np.array_equal(ours, theirs), field.name
 
     def assert_counted(self, sequence):
         """What a prompt was found to be in the cache and what was computed of it are the prompt."""

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,6 +190,21 @@ def test_rows_that_the_kernel_cannot_sample_are_sampled_on_the_host_and_not_carr
     ours.launch(batch, state)
     assert not ours.can_carry(np.array([0], np.int32), state), "its logits would be overwritten"
     ours.collect()
+
+
+def test_a_row_that_follows_a_grammar_gets_what_it_may_and_is_not_carried(model):
+    runner, state = cuda_runner(model), state_of()
+    batch = batch_of(list(enumerate(PROMPTS)), dict.fromkeys(range(3), 0))
+    free = runner.run(batch, state).token_ids[:, 0].tolist()
+    only = (free[1] + 5) % VOCAB
+    mask = np.zeros(-(-VOCAB // 32), np.int32)
+    mask[only // 32] = np.array(1 << (only % 32), np.uint32).view(np.int32)
+    coming: Future[dict[int, np.ndarray]] = Future()
+    coming.set_result({1: mask})
+    state.expect_masks(coming)
+    runner.launch(batch, state)
+    assert not runner.can_carry(np.array([0, 2], np.int32), state)
+    assert runner.collect().token_ids[:, 0].tolist() == [free[0], only, free[2]]
 
 
 def test_what_lies_in_a_block_behind_the_length_changes_nothing(model, expected):

@@ -119,7 +119,7 @@ FAMILIES = {
         torch.bfloat16,
     ),
 }
-BY_KERNELS = tuple(name for name in FAMILIES if not name.startswith("gemma") and name != "smollm3")
+BY_KERNELS = tuple(name for name in FAMILIES if not name.startswith("gemma"))
 
 
 @dataclass(frozen=True)

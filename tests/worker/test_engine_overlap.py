@@ -1,0 +1,160 @@
+"""The engine with steps launched ahead: what clients get is what they get without, and who leaves does so at once."""
+
+import pytest
+
+from shmserve.request import FinishReason
+from shmserve.wire import SubmitKind
+
+
+def follows(r) -> int:
+    return r.engine._overlap.num_followed
+
+
+def submit_many(r):
+    """Greedy and drawn, stops, biases (not carried), a length of one, more than there are rows."""
+    for req_id in range(1, 10):
+        extra = {"stop": (b"a", b"q")} if req_id % 4 == 0 else {}
+        if req_id == 5:
+            extra["logit_bias"] = ((7, 3.0),)
+        r.fronts[req_id % 2].submit(
+            req_id,
+            prompt=tuple(3 + (req_id * k) % 26 for k in range(req_id)),
+            max_tokens=1 + 4 * (req_id % 5),
+            **extra,
+        )
+
+
+def outcome(fronts):
+    return [
+        (dict(front.tokens), {k: v.finish for k, v in front.finished.items()}) for front in fronts
+    ]
+
+
+@pytest.mark.parametrize("num_blocks", [65, 13], ids=["ample", "preempting"])
+def test_clients_get_the_same_with_steps_ahead_and_without(rig, num_blocks):
+    outcomes = []
+    for is_overlapped in (False, True):
+        r = rig(num_http=2, num_blocks=num_blocks, is_overlapped=is_overlapped)
+        submit_many(r)
+        r.run_dry()
+        r.assert_idle()
+        outcomes.append(outcome(r.fronts))
+        assert (follows(r) > 0) == is_overlapped
+        assert (r.scheduler.num_preempted > 0) == (num_blocks == 13)
+    assert outcomes[0] == outcomes[1]
+    assert sum(len(finished) for _, finished in outcomes[0]) == 9
+
+
+@pytest.fixture
+def decoding(rig):
+    """Requests 1 and 2, two tokens each, and a third on its way."""
+    r = rig(is_overlapped=True)
+    r.front.submit(1, max_tokens=50, ignore_eos=True)
+    r.front.submit(2, max_tokens=50, ignore_eos=True)
+    r.step()
+    r.step()
+    assert r.engine._overlap.is_flying
+    r.front.read()
+    return r
+
+
+def test_who_is_aborted_in_flight_is_answered_in_that_step_and_gets_no_further_token(decoding):
+    r = decoding
+    r.front.control(SubmitKind.ABORT, 1)
+    r.step()
+    r.front.read()
+    assert r.front.finished[1].finish == FinishReason.ABORT and len(r.front.tokens[1]) == 2
+    assert len(r.front.tokens[2]) == 3
+    assert len(r.scheduler.running) == 1, "its flight has landed: nobody followed it"
+    r.front.control(SubmitKind.ABORT, 2)
+    r.run_dry()
+    r.assert_idle()
+
+
+def test_an_abort_under_the_forward_pass_frees_when_the_step_ahead_has_landed(decoding):
+    r = decoding
+    r.under_forward = lambda: r.front.control(SubmitKind.ABORT, 1)
+    r.step()
+    r.front.read()
+    assert r.front.finished[1].finish == FinishReason.ABORT and len(r.front.tokens[1]) == 2
+    assert len(r.scheduler.running) == 2, "the step ahead computes it still"
+    r.step()
+    assert len(r.scheduler.running) == 1
+    r.front.control(SubmitKind.ABORT, 2)
+    r.run_dry()
+    r.assert_idle()
+
+
+def test_the_id_of_one_that_is_still_in_flight_can_be_used_again(decoding):
+    r = decoding
+    r.under_forward = lambda: r.front.control(SubmitKind.ABORT, 1)
+    r.step()
+    r.front.read()
+    first = dict(r.front.finished)
+    del r.front.finished[1], r.front.started[1], r.front.tokens[1]
+    r.front.submit(1, max_tokens=3)
+    r.front.control(SubmitKind.ABORT, 2)
+    r.run_dry()
+    assert first[1].finish == FinishReason.ABORT
+    assert r.front.finished[1].completion_tokens == len(r.front.tokens[1]) > 0
+    r.assert_idle()
+
+
+def test_a_front_end_that_leaves_with_a_step_in_flight_takes_its_sequences_along(rig):
+    r = rig(num_http=2, is_overlapped=True)
+    for req_id in (1, 2):
+        r.fronts[req_id - 1].submit(req_id, max_tokens=9, ignore_eos=True)
+    r.step()
+    r.step()
+    assert r.engine._overlap.is_flying
+    r.engine.close_channel(1)
+    for _ in range(20):
+        r.step()
+        r.front.read()
+    assert r.front.finished[1].completion_tokens == 9
+    r.assert_idle()
+
+
+def test_a_paused_request_keeps_what_was_in_flight_and_no_more(decoding):
+    r = decoding
+    r.front.control(SubmitKind.PAUSE, 1)
+    for _ in range(5):
+        r.step()
+    r.front.read()
+    assert len(r.front.tokens[1]) == 3 and len(r.front.tokens[2]) == 7
+    r.front.control(SubmitKind.RESUME, 1)
+    r.step()  # the one in flight, which it is not in, is the last without it
+    r.step()
+    r.front.read()
+    assert len(r.front.tokens[1]) == 4
+    for req_id in (1, 2):
+        r.front.control(SubmitKind.ABORT, req_id)
+    r.run_dry()
+    r.assert_idle()
+
+
+def test_a_cache_that_is_flushed_with_a_step_in_flight_changes_no_token(rig):
+    outcomes = []
+    for is_overlapped in (False, True):
+        r = rig(is_overlapped=is_overlapped)
+        for req_id in (1, 2):
+            r.front.submit(req_id, prompt=(5,) * 9, max_tokens=20, seed=4, ignore_eos=True)
+        r.step()
+        r.step()
+        r.front.control(SubmitKind.FLUSH_CACHE, 77)
+        r.run_dry()
+        r.assert_idle()
+        outcomes.append({req_id: r.front.tokens[req_id] for req_id in (1, 2)})
+    assert outcomes[0] == outcomes[1] and len(outcomes[0][1]) == 20
+
+
+def test_drop_policy_ends_requests_in_flight(rig):
+    r = rig(is_overlapped=True, token_slots=8, token_policy="drop")
+    for req_id in (1, 2, 3):
+        r.front.submit(req_id, max_tokens=40, ignore_eos=True)
+    for _ in range(12):
+        r.step()
+    r.run_dry()
+    assert FinishReason.ERROR in {record.finish for record in r.front.finished.values()}
+    assert set(r.front.finished) == {1, 2, 3}
+    r.assert_idle()

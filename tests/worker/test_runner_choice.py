@@ -1,0 +1,113 @@
+"""Which runner `--runner auto` takes for a model: our own decoder where it knows the model, else transformers' class."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shmserve.config import Config, WorkerConfig
+from shmserve.models import PreparedModel
+from shmserve.token_bytes import TokenBytes
+from shmserve.worker.__main__ import build_runner
+from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def saved(folder: Path, name: str) -> Path:
+    config = getattr(transformers, f"{name}Config")(**SIZES)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def chosen(folder: Path, runner: str, weights: Path | None = None):
+    """The runner that a worker builds for the model in `folder`, whose last 3 ids have no token."""
+    TokenBytes.from_list([b"x"] * 37 + [b""] * 3).save(folder / "token_bytes.bin")
+    model = PreparedModel(
+        folder=folder,
+        name="toy",
+        spec="toy",
+        weights=weights or folder,
+        format="gguf" if weights else "safetensors",
+        architecture="",
+        vocab_size=40,
+        context_length=64,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        pad_token_id=None,
+        unk_token_id=None,
+        add_bos_token=False,
+        special_token_ids=(),
+        chat_template=None,
+        token_bytes_exact=True,
+        strips_leading_space=False,
+    )
+    worker = WorkerConfig(runner=runner, kv_cache_bytes=4 << 20, num_threads=1, max_num_seqs=2)
+    return build_runner(
+        SimpleNamespace(
+            joined=SimpleNamespace(config=replace(Config(), worker=worker)),
+            model=model,
+            progress=lambda what, share: None,
+        )
+    )
+
+
+@pytest.mark.parametrize("runner", ["auto", "torch", "hf"])
+def test_every_runner_ends_the_vocabulary_where_the_tokens_end(tmp_path, runner):
+    built = chosen(saved(tmp_path, "Llama"), runner)
+    assert built.info.vocab_size == 37
+    assert built.info.name.startswith({"auto": ("cpu-", "torch-")}.get(runner, runner))
+    built.close()
+
+
+def test_a_family_that_only_transformers_knows_is_run_by_its_class(tmp_path):
+    folder = saved(tmp_path, "GPTNeoX")
+    built = chosen(folder, "auto")
+    assert built.info.name == "hf-cpu"
+    built.close()
+    for runner in ("torch", "cpu"):
+        with pytest.raises(UnknownArchitectureError, match="gpt_neox"):
+            chosen(folder, runner)
+
+
+def test_a_misshapen_tensor_of_a_known_family_is_no_reason_to_look_further(tmp_path):
+    folder = saved(tmp_path, "Llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 47)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.down_proj\.weight") as caught:
+        chosen(folder, "auto")
+    assert not isinstance(caught.value, UnknownArchitectureError)
+
+
+def test_what_our_decoder_does_not_compute_is_left_to_transformers(tmp_path):
+    """A known family with something of its own in the configuration."""
+    folder = saved(tmp_path, "Llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    built = chosen(folder, "auto")
+    assert built.info.name == "hf-cpu"
+    built.close()
+
+
+def test_an_unknown_gguf_is_refused_with_what_is_known(tmp_path, write_gguf, toy_metadata):
+    file = write_gguf(toy_metadata(**{}) | {"general.architecture": "phlogiston"})
+    with pytest.raises(ModelLoadError, match=r"'phlogiston' is not supported \(supported: llama"):
+        chosen(tmp_path, "auto", file)
