@@ -76,7 +76,7 @@ class GGUFFile:
         try:
             return dequantize(info.type_name, self.raw(name), info.shape)
         except GGUFError as error:
-            raise GGUFError(f"{self.path}: tensor {name}: {error}") from None
+            raise GGUFError(f"{self.path}: tensor {printable(name)}: {error}") from None
 
     def _info(self, name: str) -> TensorInfo:
         info = self.tensors.get(name)
@@ -243,4 +243,10 @@ class _Parser:
             raise self.error(f"{count} {what} cannot be in a file of {self.size} bytes")
 
     def error(self, what: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {self.where}: {what}")
+        # Names come from the file: whatever it has in them, the line stays one.
+        return GGUFError(f"{self.path}: {printable(self.where)}: {printable(what)}")
+
+
+def printable(text: str) -> str:
+    """The text with an escape for each character that a terminal would act on."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

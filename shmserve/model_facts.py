@@ -33,6 +33,7 @@ class ModelFacts:
     pad_token_id: int | None
     unk_token_id: int | None
     add_bos_token: bool
+    add_eos_token: bool
     chat_template: str | None
 
 
@@ -48,9 +49,11 @@ def facts_of_gguf(path: Path) -> ModelFacts:
     if _number(metadata, "split.count", path) not in (None, 0, 1):
         raise ModelError(f"{path}: one part of a split model; join the parts into one file first")
     context_length = _number(metadata, f"{architecture}.context_length", path)
-    if not context_length:
-        raise ModelError(f"{path}: the file gives no {architecture}.context_length")
-    tokenizer, add_bos_token = build_tokenizer(metadata, path)
+    if context_length is None or context_length < 1:
+        found = "no" if context_length is None else f"{context_length} tokens as"
+        raise ModelError(f"{path}: the file gives {found} {architecture}.context_length")
+    built = build_tokenizer(metadata, path)
+    tokenizer = built.tokenizer
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
@@ -75,7 +78,8 @@ def facts_of_gguf(path: Path) -> ModelFacts:
         eos_token_ids=_distinct(ends),
         pad_token_id=token_id("padding"),
         unk_token_id=token_id("unknown"),
-        add_bos_token=add_bos_token and bos is not None,
+        add_bos_token=built.adds_bos and bos is not None,
+        add_eos_token=built.adds_eos and token_id("eos") is not None,
         chat_template=template if isinstance(template, str) and template else None,
     )
 
@@ -129,6 +133,7 @@ def facts_of_folder(folder: Path) -> ModelFacts:
         pad_token_id=token_id("pad"),
         unk_token_id=token_id("unk"),
         add_bos_token=_adds_bos(tokenizer, settings, bos),
+        add_eos_token=False,
         chat_template=_chat_template(folder, settings),
     )
 

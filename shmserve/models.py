@@ -11,7 +11,7 @@ which the children load. Never: reads or converts weights; the folder only says 
 A folder is named by a hash of everything it was made from (the model's content, its place, the
 spec, FORMAT_VERSION), so it is never changed: another model is another folder. Raw prompts are to
 be encoded without the tokenizer's own special tokens, with `bos_token_id` before if
-`add_bos_token`.
+`add_bos_token`, and the first of `eos_token_ids` behind if `add_eos_token`.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from shmserve.token_bytes import TokenBytes
 
 __all__ = ["DEFAULT_MODEL", "FORMAT_VERSION", "ModelError", "PreparedModel", "prepare"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -72,6 +72,7 @@ class PreparedModel:
     chat_template: str | None
     token_bytes_exact: bool
     strips_leading_space: bool
+    add_eos_token: bool = False
 
     @classmethod
     def load(cls, folder: Path) -> "PreparedModel":
@@ -210,6 +211,7 @@ def _model(
         chat_template=facts.chat_template,
         token_bytes_exact=is_exact,
         strips_leading_space=table.strips_leading_space,
+        add_eos_token=facts.add_eos_token,
     )
 
 

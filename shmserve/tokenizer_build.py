@@ -9,9 +9,12 @@ without any error. So an unknown name, missing merges or a form that cannot be r
 `ModelError`. Used while a model is prepared.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from shmserve.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -21,8 +24,17 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _WORD_BOUNDARY = "\u2581"
 
 
-def build_tokenizer(metadata: dict[str, object], path: Path) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether a raw prompt gets a BOS in front. `path` is for errors."""
+@dataclass(frozen=True, slots=True)
+class BuiltTokenizer:
+    """`adds_bos`, `adds_eos`: whether a raw prompt gets a BOS in front, an EOS behind."""
+
+    tokenizer: Tokenizer
+    adds_bos: bool
+    adds_eos: bool
+
+
+def build_tokenizer(metadata: dict[str, object], path: Path) -> BuiltTokenizer:
+    """What the file describes. `path` is for errors."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _tokens(metadata, path)
     types = _token_types(metadata, tokens, path)
@@ -45,8 +57,18 @@ def build_tokenizer(metadata: dict[str, object], path: Path) -> tuple[Tokenizer,
     tokenizer.add_tokens(
         [AddedToken(t, special=False, normalized=False) for t, k in typed if k == USER_DEFINED]
     )
-    explicit = metadata.get("tokenizer.ggml.add_bos_token")
-    return tokenizer, adds_bos if explicit is None else bool(explicit)
+    return BuiltTokenizer(
+        tokenizer,
+        adds_bos=_flag(metadata, "add_bos_token", path, default=adds_bos),
+        adds_eos=_flag(metadata, "add_eos_token", path, default=False),
+    )
+
+
+def _flag(metadata: dict[str, object], name: str, path: Path, *, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise ModelError(f"{path}: tokenizer.ggml.{name} is {value!r}, neither true nor false")
+    return value
 
 
 def _tokens(metadata: dict[str, object], path: Path) -> list[str]:
@@ -60,12 +82,17 @@ def _tokens(metadata: dict[str, object], path: Path) -> list[str]:
 
 def _token_types(metadata: dict[str, object], tokens: list[str], path: Path) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+    if not _are_numbers(types, "iu", len(tokens)):
         raise ModelError(
             f"{path}: tokenizer.ggml.token_type does not give a type for each of the "
             f"{len(tokens)} tokens, so special tokens cannot be told from text"
         )
     return [int(kind) for kind in types]
+
+
+def _are_numbers(values: object, kinds: str, count: int) -> TypeGuard[NDArray[np.generic]]:
+    """Whether it is an array of `count` numbers of one of numpy's kinds."""
+    return isinstance(values, np.ndarray) and values.dtype.kind in kinds and len(values) == count
 
 
 def _merges(metadata: dict[str, object], path: Path) -> list[tuple[str, str]]:
@@ -117,7 +144,7 @@ def _sentence_piece(
 ) -> Tokenizer:
     """SentencePiece's BPE: the pair whose piece has the best score merges first."""
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+    if not _are_numbers(scores, "f", len(tokens)) or not np.isfinite(scores).all():
         raise ModelError(f"{path}: tokenizer.ggml.scores does not give a score for each token")
     for token, kind in zip(tokens, types, strict=True):
         if kind == USER_DEFINED and _WORD_BOUNDARY in token:
@@ -138,7 +165,7 @@ def _sentence_piece(
         byte_fallback=has_bytes,
     )
     tokenizer = Tokenizer(model)
-    space_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    space_prefix = _flag(metadata, "add_space_prefix", path, default=True)
     to_boundary = normalizers.Replace(" ", _WORD_BOUNDARY)
     stages: list[decoders.Decoder] = [
         decoders.Replace(_WORD_BOUNDARY, " "),

@@ -39,6 +39,8 @@ def _value(value: object) -> tuple[int, bytes]:
     """(type id, bytes) as GGUF stores it; a list takes the type of its first element."""
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
+    if isinstance(value, int) and value < 0:
+        return 5, struct.pack("<i", value)
     if isinstance(value, int):
         return (4, struct.pack("<I", value)) if value < 2**32 else (10, struct.pack("<Q", value))
     if isinstance(value, float):

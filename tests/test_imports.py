@@ -20,7 +20,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("rings",),
     ("wire", "stop", "token_bytes", "boards", "control"),
     ("gguf", "ggml_blocks", "gguf_pre_tokenizers", "tokenizer_build", "model_cache", "model_facts")
-    + ("model_source",),
+    + ("model_source", "model_memory"),
     ("models", "child"),
     ("grammar",),
     ("worker", "http"),

@@ -19,8 +19,9 @@ from gpu_speed import NUM_BLOCKS, Clock, Scale, products
 from torch import Tensor
 
 from shmserve.worker.batch import I4, Batch
-from shmserve.worker.cuda.buffers import CudaLink, HostLink, Landing, StepBuffers
+from shmserve.worker.cuda.buffers import Landing, StepBuffers
 from shmserve.worker.cuda.graphs import StepGraphs
+from shmserve.worker.cuda.link import CudaLink, HostLink
 from shmserve.worker.cuda.model import DeviceModel
 from shmserve.worker.cuda.ops import Ops
 from shmserve.worker.models.config import DecoderConfig

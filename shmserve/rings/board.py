@@ -46,7 +46,7 @@ class Histogram:
         self.bounds = tuple(bounds)
         self._edges = np.asarray(bounds, np.float64)
         self._cells = cells
-        self._words = memoryview(cells).cast("B").cast("Q")
+        self._words = cells.data.cast("B").cast("Q")
         self._num_buckets = len(bounds) + 1
 
     def observe(self, values: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:

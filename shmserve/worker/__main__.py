@@ -21,6 +21,13 @@ from shmserve import child
 from shmserve.boards import Phase
 from shmserve.config import WorkerConfig
 from shmserve.grammar import tokenizer_of
+from shmserve.model_cache import ModelError
+from shmserve.model_memory import (
+    available_bytes,
+    float32_bytes,
+    packed_bytes,
+    refuse_without_room,
+)
 from shmserve.models import PreparedModel
 from shmserve.rings.channel import Channel
 from shmserve.worker.batch import Batch
@@ -66,6 +73,12 @@ class Worker:
         self.board["phase"] = Phase.LOADING
         self.board["phase_since_ns"] = time.monotonic_ns()
         runner = build_runner(self)
+        if runner.info.num_blocks - 1 < config.worker.max_num_seqs:
+            raise ModelError(
+                f"the KV cache holds {runner.info.num_blocks - 1} blocks of {runner.info.block_size} tokens, fewer than "
+                f"one for each of {config.worker.max_num_seqs} sequences; give it more memory (--kv-cache-bytes) "
+                "or serve fewer at once (--max-num-seqs)"
+            )
         self.board["phase"] = Phase.WARMING_UP
         warm_up(runner)
         scheduler = Scheduler(
@@ -191,6 +204,7 @@ def build_runner(worker: Worker) -> ModelRunner:
             log.info("transformers' own class is tried, on the CPU: %s", error)
     from shmserve.worker.hf_runner import HFRunner
 
+    refuse_without_room(model.weights, float32_bytes, available_bytes())
     return HFRunner(model, **limits, num_token_ids=model.num_token_ids())
 
 
@@ -201,11 +215,17 @@ def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any
 
         # Its memory is the device's: how much of it is free is known when the weights are there.
         own = {**limits, "kv_cache_bytes": config.kv_cache_bytes}
-        return CudaRunner(model, **own, kv_cache_fraction=config.kv_cache_fraction)
+        return CudaRunner(
+            model,
+            **own,
+            kv_cache_fraction=config.kv_cache_fraction,
+            num_token_ids=model.num_token_ids(),
+        )
     if config.runner in ("auto", "cpu"):
         from shmserve.worker.cpu.build import KernelsError
         from shmserve.worker.cpu.runner import CpuRunner
 
+        refuse_without_room(model.weights, packed_bytes, available_bytes())
         try:
             return CpuRunner(model, **limits, num_token_ids=model.num_token_ids())
         except KernelsError as error:
@@ -214,6 +234,7 @@ def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any
             log.warning("the torch runner computes, several times slower: %s", error)
     from shmserve.worker.torch_runner import TorchRunner
 
+    refuse_without_room(model.weights, float32_bytes, available_bytes())
     return TorchRunner(model, **limits, num_token_ids=model.num_token_ids())
 
 
@@ -228,9 +249,7 @@ def has_cuda() -> bool:
 
 def kv_cache_bytes(fraction: float) -> int:
     """On the CPU: `fraction` of the memory that is free; by default 1 GiB, or a quarter of it, whichever is less."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    free = int(fields["MemAvailable"].split()[0]) * 1024
+    free = available_bytes()
     return int(free * fraction) if fraction else min(1 << 30, free // 4)
 
 
@@ -269,6 +288,8 @@ def main(argv: list[str]) -> int:
         # Whatever it is, the operator gets one line and the supervisor does not retry.
         log.debug("loading failed", exc_info=True)
         line = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ModelError) and str(worker.model.weights) not in line:
+            line = f"{worker.model.weights}: {line}"
         joined.link.send({"type": "failed", "error": line})
         return 1
     joined.link.send({"type": "ready", "info": worker.ready_info(engine)})

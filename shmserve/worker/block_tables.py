@@ -47,7 +47,7 @@ class BlockTables:
         self._columns = columns
         self._size = info.block_size
         # A slice of a memoryview costs a third of one of an array.
-        self._token_bytes = memoryview(columns.token_ids).cast("B")
+        self._token_bytes = columns.token_ids.data.cast("B")
 
     # -- admission --------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,9 @@ class BlockTables:
             start = row * row_bytes + first * TOKEN_BYTES
             at = first // size
             node = insert(
-                sequence.cache_parent, self._token_bytes[start : start + num_bytes].tobytes(), held[at]
+                sequence.cache_parent,
+                self._token_bytes[start : start + num_bytes].tobytes(),
+                held[at],
             )
             if node.block != held[at]:
                 self._replace(sequence, at, node)

@@ -55,6 +55,7 @@ class DecodeSet:
         self._members: dict[int, list[tuple[int, Sequence]]] = {}
         self._age = 0
         self._batch: Batch | None = None
+        self._num_edits = -1
         self._look_up_table()
         # Of a guess that was kept in the step before, a full block may wait to be indexed.
         behind = np.flatnonzero(self._kv_lens - columns.num_indexed[at] > size)
@@ -71,7 +72,7 @@ class DecodeSet:
     def grow(self) -> bool:
         """Give a block to those who need one for the coming step; False, and nothing given, if too few are free."""
         kv_len, size = self._kv_lens.item, self._size
-        # Above the capped reach, it has all it can ever need; it may also have got a block for a guess before.
+        # Who has blocks for the whole context needs no more; who guessed may have got this one before.
         needy = [
             (index, sequence)
             for index, sequence in self._at_phase(-self._age - self._lookahead)
@@ -82,17 +83,14 @@ class DecodeSet:
             return True
         if len(needy) > self._tables.blocks.num_free:
             return False
-        table, num_edits = self._table, self._tables.num_edits
-        width = table.shape[1]
-        is_stale = self._num_edits != num_edits
         self._tables.grow_each([sequence for _, sequence in needy])
+        table, width = self._table, self._table.shape[1]
         for index, sequence in needy:
             last = len(sequence.blocks) - 1
             if last < width:
                 table[index, last] = sequence.blocks[last]
             else:
-                is_stale = True
-        self._num_edits = -1 if is_stale else num_edits
+                self._num_edits = -1  # too narrow now: look it up again
         return True
 
     def batch(self, step: int) -> Batch:

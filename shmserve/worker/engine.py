@@ -219,7 +219,9 @@ class Engine:
         for http in list(self._broken):
             self.close_channel(http)
         self._take_compiled()
-        if not self._overlap.is_flying and not self._launch(begin):
+        if self._overlap.is_flying:
+            self._show_phase(Phase.DECODE, begin)
+        elif not self._launch(begin):
             return False
         self.step_count += 1
         self._overlap.follow(self.step_count + 1)

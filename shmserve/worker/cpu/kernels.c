@@ -19,7 +19,8 @@ typedef struct {
     const float *attention_norm, *ffn_norm, *q_norm, *k_norm; /* q_norm, k_norm, and biases: NULL where there is none */
     const float *q_bias, *k_bias, *v_bias, *o_bias;
     Matrix q, k, v, o, gate, up, down;
-    int32_t window, padding; /* 0: sees all that came before */
+    int32_t window;     /* 0: sees all that came before */
+    int32_t is_rotated; /* 0: a layer without positions */
 } Layer;
 
 typedef struct {
@@ -201,11 +202,13 @@ static void finish_qkv(const Engine *e, int layer, int row) {
     add_bias(v, l->v_bias, m->num_kv_heads * dim);
     for (int head = 0; head < m->num_heads; head++) {
         norm_head(q + head * dim, l->q_norm, dim, m->norm_eps);
-        rotate_head(q + head * dim, cos, sin, half);
+        if (l->is_rotated)
+            rotate_head(q + head * dim, cos, sin, half);
     }
     for (int head = 0; head < m->num_kv_heads; head++) {
         norm_head(k + head * dim, l->k_norm, dim, m->norm_eps);
-        rotate_head(k + head * dim, cos, sin, half);
+        if (l->is_rotated)
+            rotate_head(k + head * dim, cos, sin, half);
     }
     write_cache(e, layer, e->step->kv_slots[row], k, v);
 }

@@ -43,7 +43,7 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("q_bias", "k_bias", "v_bias", "o_bias")),
         *((name, _Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
         ("window", c_int32),
-        ("padding", c_int32),
+        ("is_rotated", c_int32),
     )
 
 
@@ -139,7 +139,7 @@ def _address(array: npt.NDArray[Any] | None) -> int | None:
 
 
 def _layer(layer: PackedLayer) -> _Layer:
-    out = _Layer(window=layer.window or 0)
+    out = _Layer(window=layer.window or 0, is_rotated=layer.is_rotated)
     for name in ("attention_norm", "ffn_norm", "q_norm", "k_norm"):
         setattr(out, name, _address(getattr(layer, name)))
     for name in ("q_bias", "k_bias", "v_bias", "o_bias"):

@@ -27,7 +27,7 @@ from shmserve.worker.cpu.pack import (
     pack_floats,
     padded,
 )
-from shmserve.worker.models.config import DecoderConfig, ModelLoadError
+from shmserve.worker.models.config import UNROTATED, DecoderConfig, ModelLoadError
 from shmserve.worker.models.decoder import rotary_tables
 from shmserve.worker.models.weights import GGUFSource, LoadProgress, Shape, TensorSource
 from shmserve.worker.torch_runner import open_model
@@ -54,8 +54,8 @@ class BlockSource(GGUFSource):
 def open_source(weights: Path, format: str) -> tuple[DecoderConfig, TensorSource]:
     """As `open_model`, but blocks of a GGUF file can be had as they are. Raises UncomputedModelError for what the kernels cannot."""
     config, source = open_model(weights, format)
-    if config.special_features:
-        features = ", ".join(config.special_features)
+    features = ", ".join(name for name in config.special_features if name != UNROTATED)
+    if features:
         raise UncomputedModelError(
             f"the C kernels do not compute {config.architecture} models with {features}"
         )
@@ -126,6 +126,7 @@ class _Reader:
             v_bias=self.vector("v_bias", layer, kv_rows) if has_bias else None,
             o_bias=padded(self.vector("output_bias", layer, hidden)) if c.has_output_bias else None,
             window=c.sliding_windows[layer],
+            is_rotated=c.ropes[layer] is not None,
         )
 
     def matrix(

@@ -67,6 +67,7 @@ class PackedLayer:
     v_bias: F4 | None = None
     o_bias: F4 | None = None
     window: int | None = None
+    is_rotated: bool = True
 
 
 @dataclass(frozen=True, slots=True)

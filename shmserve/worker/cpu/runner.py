@@ -64,10 +64,11 @@ class CpuRunner:
     ) -> None:
         if block_size % KV_TILE:
             raise KernelsError(f"block size {block_size} is not a multiple of {KV_TILE} tokens")
+        # First: a model that is not ours needs no compiler.
+        config, source = open_source(model.weights, model.format)
         progress("compiling the CPU kernels", 0.0)
         library = Library(compiled_library(cache or cache_root()))
         check(library)
-        config, source = open_source(model.weights, model.format)
         per_block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, block_size)
         name = f"cpu-{library.variant}"
         info = sized(name, config, per_block, max_model_len, kv_cache_bytes, block_size)

@@ -103,7 +103,7 @@ def toy_model(
 
     q_rows, kv_rows = num_heads * head_dim, num_kv_heads * head_dim
 
-    def layer(matrix_of: tuple[object, ...], window: int | None) -> PackedLayer:
+    def layer(matrix_of: tuple[object, ...], window: int | None, is_rotated: bool) -> PackedLayer:
         first, second = matrix_of
         return PackedLayer(
             attention_norm=padded(gain(hidden)),
@@ -122,6 +122,7 @@ def toy_model(
             v_bias=bias(kv_rows),
             o_bias=padded(bias(hidden)),
             window=window,
+            is_rotated=is_rotated,
         )
 
     angles = np.outer(np.arange(1024), 100.0 ** -(np.arange(0, head_dim, 2) / head_dim))
@@ -135,7 +136,7 @@ def toy_model(
         embedding=floats(vocab, hidden),
         head=floats(vocab, hidden),
         final_norm=padded(gain(hidden)),
-        layers=(layer((nibbles, floats), 19), layer((floats, nibbles), None)),
+        layers=(layer((nibbles, floats), 19, True), layer((floats, nibbles), None, False)),
         cos=np.cos(angles).astype(np.float32),
         sin=np.sin(angles).astype(np.float32),
     )
@@ -199,7 +200,8 @@ def reference_logits(model: PackedModel, ids: I4) -> F8:
         q = _heads(_times(x, layer.q), count, dim, layer.q_bias, layer.q_norm, eps)
         k = _heads(_times(x, layer.k), kv_count, dim, layer.k_bias, layer.k_norm, eps)
         v = _heads(_times(x, layer.v), kv_count, dim, layer.v_bias, None, eps)
-        q, k = _rotate(q, model.cos, model.sin), _rotate(k, model.cos, model.sin)
+        if layer.is_rotated:
+            q, k = _rotate(q, model.cos, model.sin), _rotate(k, model.cos, model.sin)
         attended = _times(_attend(q, k, v, layer.window), layer.o)[:, :hidden]
         h = h + attended + (0 if layer.o_bias is None else layer.o_bias[:hidden])
         x = _norm(h, layer.ffn_norm, eps)

@@ -1,7 +1,7 @@
 """Memory that a step goes through: staging on the host, inputs, block tables and results on the device.
 
 Owns: every buffer whose address a recorded step knows, and the copies: one to the device and one back for each step. Never:
-computes anything. What a device can do (pinned memory, events) is a protocol: `CudaLink`, `HostLink`, and a slow one in tests.
+computes anything, or waits but for a buffer. What lies between host and device is link.py.
 
 A step's numbers are 32-bit words of one staging tensor; floats and halves of seeds are words, too. `Layout` says which words
 are which, and is the same for every step of one bucket, so the views that a recorded step reads never move:
@@ -22,7 +22,6 @@ Worker's main thread only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from shmserve.worker.batch import F4, I4, Batch
+from shmserve.worker.cuda.link import Link, Mark, Passed
 from shmserve.worker.sampling_state import SamplingState
 
 NUM_SLOTS = 3
@@ -42,73 +42,6 @@ FLOAT_FIELDS = ("temperature", "min_p")
 NUM_RESULTS = (
     3  # words of a sampled row: its id, the bits of its logprob, whether its logits were not finite
 )
-
-
-class Mark(Protocol):
-    """A place in the stream."""
-
-    def wait(self) -> None:
-        """Return when the stream has come to it."""
-
-
-class Link(Protocol):
-    """What lies between host and device."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def host_words(self, count: int) -> Tensor:
-        """Zeroed int32 memory that copies read and write without the host's help."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Put a copy into the stream."""
-
-    def mark(self) -> Mark: ...
-
-
-class _Passed:
-    def wait(self) -> None:
-        """The host computes in order: all is over."""
-
-
-class HostLink:
-    """The CPU as the device: everything is done at once."""
-
-    device = torch.device("cpu")
-
-    def host_words(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> Mark:
-        return _Passed()
-
-
-class _Event:
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-class CudaLink:
-    """Pinned memory and events of the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def host_words(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
-
-    def mark(self) -> Mark:
-        return _Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +114,7 @@ class StepBuffers:
         self._num_words = Layout.of(max_num_tokens, max_num_seqs).num_words
         num_changes = max_num_seqs * max_blocks
         self._host = [link.host_words(self._num_words + 2 * num_changes) for _ in range(NUM_SLOTS)]
-        self._sent: list[Mark] = [_Passed() for _ in range(NUM_SLOTS)]
+        self._sent: list[Mark] = [Passed() for _ in range(NUM_SLOTS)]
         self._turn = 0
         device = link.device
         self.words = torch.zeros(

@@ -7,7 +7,7 @@ plain torch; matrices are gemv for few rows and torch.mm (cuBLAS) for more. Work
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from torch import Tensor
 from shmserve.worker.cuda.buffers import Inputs, StepBuffers
 from shmserve.worker.cuda.ops import DecodeScratch, Ops, SampleScratch
 from shmserve.worker.cuda.reference import MAX_GEMV_ROWS
-from shmserve.worker.models.config import DecoderConfig
-from shmserve.worker.models.decoder import rotary_tables
+from shmserve.worker.models.config import DecoderConfig, Rope
+from shmserve.worker.models.decoder import rope_tables
 from shmserve.worker.models.weights import DecoderWeights, LayerWeights
 
 
 class DeviceModel:
-    """`weights` must be on the buffers' device already, in the dtype that is computed in."""
+    """`weights` must be on the buffers' device already, matrices in the dtype that is computed in. The head may be shorter than
+    the embedding: only its ids exist."""
 
     def __init__(
         self,
@@ -45,8 +46,11 @@ class DeviceModel:
 
         cache = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.keys, self.values = empty(*cache), empty(*cache)
-        cos, sin = rotary_tables(config, weights.rope_factors, max_model_len)
-        self._cos, self._sin = cos.to(device), sin.to(device)
+        self._turns = {
+            rope: turn_tables(rope, config.head_dim, weights.rope_factors, max_model_len, device)
+            for rope in set(config.ropes)
+        }
+        self._scale = config.query_scale * config.head_dim**-0.5
         self._residual = empty(rows, config.hidden_size)
         self._normed = empty(rows, config.hidden_size)
         self._branch = empty(rows, config.hidden_size)
@@ -56,14 +60,15 @@ class DeviceModel:
         self._gate_up = empty(rows, 2 * config.ffn_size)
         self._ffn = empty(rows, config.ffn_size)
         self._last = empty(seqs, config.hidden_size)
-        self.logits = empty(seqs, config.vocab_size)
+        vocab_size = weights.head.shape[0]
+        self.logits = empty(seqs, vocab_size)
         self._not_carried = torch.full((seqs,), -1, dtype=torch.int32, device=device)
         max_blocks = buffers.tables.shape[1]
         self._tables = torch.zeros((seqs, max_blocks), dtype=torch.int32, device=device)
         self._decode = DecodeScratch.allocate(
             seqs, config.num_heads, config.head_dim, max_model_len, device
         )
-        self._sample = SampleScratch.allocate(seqs, config.vocab_size, device)
+        self._sample = SampleScratch.allocate(seqs, vocab_size, device)
 
     def compute(self, inputs: Inputs, max_query_len: int) -> None:
         """Hidden states of all token rows, and their keys and values into the cache. `max_query_len` 1: all rows decode."""
@@ -74,7 +79,7 @@ class DeviceModel:
         tables = self._tables[:num_seqs]
         torch.index_select(inputs.block_tables, 0, inputs.table_rows, out=tables)
         ids = self._buffers.sampled_ids
-        ops.embed(inputs.token_ids, inputs.carried, ids, w.embedding, residual)
+        ops.embed(inputs.token_ids, inputs.carried, ids, w.embedding, residual, c.embedding_scale)
         for index, layer in enumerate(w.layers):
             if index == 0:
                 ops.add_rms_norm(residual, None, layer.attention_norm, normed, c.norm_eps)
@@ -82,11 +87,13 @@ class DeviceModel:
                 ops.add_rms_norm(branch, residual, layer.attention_norm, normed, c.norm_eps)
             self._attend(index, layer, inputs, tables, max_query_len)
             self._linear(attended.view(count, -1), layer.output, layer.output_bias, branch)
+            self._norm_branch(branch, layer.attention_branch_norm)
             ops.add_rms_norm(branch, residual, layer.ffn_norm, normed, c.norm_eps)
             gate_up, ffn = self._gate_up[:count], self._ffn[:count]
             self._linear(normed, layer.gate_up, None, gate_up)
-            ops.gated_mul(gate_up, ffn)
+            ops.gated_mul(gate_up, ffn, c.activation != "silu")
             self._linear(ffn, layer.down, None, branch)
+            self._norm_branch(branch, layer.ffn_branch_norm)
         ops.add_rms_norm(branch, residual, w.final_norm, normed, c.norm_eps)
 
     def _attend(
@@ -98,16 +105,16 @@ class DeviceModel:
         self._linear(self._normed[:count], layer.qkv, None, qkv)
         norms = (layer.qkv_bias, layer.q_norm, layer.k_norm)
         places = (inputs.positions, inputs.kv_slots)
-        turn = (self._cos, self._sin)
+        turn = self._turns[c.ropes[index]]
         ops.rotary_write(qkv, *norms, *turn, *places, query, keys, values, c.norm_eps)
-        scale, window = c.head_dim**-0.5, c.sliding_windows[index] or 0
+        how = (self._scale, c.sliding_windows[index] or 0, c.attention_softcap or 0.0)
         cache = (query, keys, values, tables)
         out = self._attended[:count]
         if max_query_len == 1:
-            ops.decode_attention(*cache, inputs.kv_lens, out, self._decode, scale, window)
+            ops.decode_attention(*cache, inputs.kv_lens, out, self._decode, *how)
         else:
             lengths = (inputs.cu_seqlens, inputs.kv_lens)
-            ops.prefill_attention(*cache, *lengths, out, max_query_len, scale, window)
+            ops.prefill_attention(*cache, *lengths, out, max_query_len, *how)
 
     def sample(self, inputs: Inputs, num_samples: int) -> None:
         """Logits of the first `num_samples` of `last_tokens`, and a token of each into the result buffers."""
@@ -117,13 +124,25 @@ class DeviceModel:
         at, none = inputs.last_tokens[:n], self._not_carried[:n]
         self._ops.embed(at, none, buffers.sampled_ids, self._normed, last)
         self._linear(last, self._weights.head, None, logits)
+        self._cap(logits)
         results = (buffers.sampled_ids[:n], buffers.sampled_logprobs[:n], buffers.failures[:n])
         draws = (inputs.temperature[:n], inputs.min_p[:n], inputs.seeds[:n])
         self._ops.sample(logits, *draws, inputs.draw_positions[:n], *results, self._sample)
 
     def hidden_logits(self, first: int, count: int) -> Tensor:
         """f32[count, vocabulary] of token rows of the step just computed; allocates."""
-        return (self._normed[first : first + count] @ self._weights.head.t()).float()
+        logits = (self._normed[first : first + count] @ self._weights.head.t()).float()
+        self._cap(logits)
+        return logits
+
+    def _cap(self, logits: Tensor) -> None:
+        cap = self.config.logit_softcap
+        if cap is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+
+    def _norm_branch(self, branch: Tensor, weight: Tensor | None) -> None:
+        if weight is not None:
+            self._ops.add_rms_norm(branch, None, weight, branch, self.config.norm_eps)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         if x.shape[0] <= MAX_GEMV_ROWS:
@@ -134,37 +153,26 @@ class DeviceModel:
             out.add_(bias)
 
 
-def moved(weights: DecoderWeights, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """The weights on the device. A tied head stays one tensor."""
+def turn_tables(
+    rope: Rope | None,
+    head_dim: int,
+    factors: Tensor | None,
+    max_positions: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin on the device. Layers without rotary positions turn by nothing: one kernel serves all."""
+    if rope is None:
+        turned = torch.ones(max_positions, head_dim // 2, device=device)
+        return turned, torch.zeros_like(turned)
+    cos, sin = rope_tables(rope, head_dim, factors, max_positions)
+    return cos.to(device), sin.to(device)
 
-    def put(tensor: Tensor) -> Tensor:
-        return tensor.to(device=device, dtype=dtype).contiguous()
 
-    def maybe(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else put(tensor)
+def placing(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Puts one tensor on the device. Vectors (norms, biases) stay float32: they are small, and Gemma's norms need the bits."""
 
-    layers = tuple(
-        replace(
-            layer,
-            attention_norm=put(layer.attention_norm),
-            qkv=put(layer.qkv),
-            qkv_bias=maybe(layer.qkv_bias),
-            q_norm=maybe(layer.q_norm),
-            k_norm=maybe(layer.k_norm),
-            output=put(layer.output),
-            output_bias=maybe(layer.output_bias),
-            ffn_norm=put(layer.ffn_norm),
-            gate_up=put(layer.gate_up),
-            down=put(layer.down),
-        )
-        for layer in weights.layers
-    )
-    embedding = put(weights.embedding)
-    head = embedding if weights.head is weights.embedding else put(weights.head)
-    return replace(
-        weights,
-        embedding=embedding,
-        layers=layers,
-        final_norm=put(weights.final_norm),
-        head=head,
-    )
+    def place(tensor: Tensor) -> Tensor:
+        kept = torch.float32 if tensor.dim() == 1 else dtype
+        return tensor.to(device=device, dtype=kept).contiguous()
+
+    return place

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from shmserve.worker.batch import I4, Batch, PromptPart, PromptScores, StepOutput
-from shmserve.worker.cuda.buffers import CudaLink, HostLink, Landing, Link, StepBuffers
+from shmserve.worker.cuda.buffers import Landing, StepBuffers
 from shmserve.worker.cuda.graphs import Capture, CudaCapture, NoCapture, StepGraphs, buckets_for
-from shmserve.worker.cuda.model import DeviceModel, moved
+from shmserve.worker.cuda.link import CudaLink, HostLink, Link
+from shmserve.worker.cuda.model import DeviceModel, placing
 from shmserve.worker.cuda.ops import Ops, triton_ops
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
 from shmserve.worker.models.weights import load_weights
@@ -54,6 +55,7 @@ class _Flight:
 class CudaRunner:
     """`ModelRunner` and `OverlappingRunner`. `kv_cache_bytes` 0: `kv_cache_fraction` of the device's free memory (0: 0.85).
 
+    `num_token_ids` is how many ids have a token, where the model's vocabulary is padded: the others do not exist for anybody.
     `ops`, `link` and `capture` None: kernels, copies and graphs of `device`. Raises ModelLoadError, one line.
     """
 
@@ -69,6 +71,7 @@ class CudaRunner:
         block_size: int = 16,
         num_threads: int | None = None,
         progress: Progress,
+        num_token_ids: int | None = None,
         device: str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         ops: Ops | None = None,
@@ -81,11 +84,14 @@ class CudaRunner:
         config, source = open_model(model.weights, model.format)
         try:
             with torch.inference_mode():
-                weights = moved(
-                    load_weights(source, config, lambda share: progress("loading weights", share)),
-                    target,
-                    dtype,
+                weights = load_weights(
+                    source,
+                    config,
+                    lambda share: progress("loading weights", share),
+                    placing(target, dtype),
                 )
+                num_ids = min(config.vocab_size, num_token_ids or config.vocab_size)
+                weights = replace(weights, head=weights.head[:num_ids])
                 room = kv_cache_bytes or free_bytes(target, kv_cache_fraction)
                 per_block = kv_bytes_per_block(config, block_size, dtype)
                 name = f"{target.type}, {torch.finfo(dtype).dtype}"
@@ -120,7 +126,7 @@ class CudaRunner:
             raise ModelLoadError(
                 f"{model.weights}: not enough memory on {target}: {line}"
             ) from None
-        self._info = info
+        self._info = replace(info, vocab_size=num_ids)
         self._flights: deque[_Flight] = deque()
 
     @property

@@ -15,6 +15,7 @@ import numpy as np
 
 from shmserve.model_cache import ModelError
 
+UNROTATED = "layers without rotary positions"
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -88,17 +89,16 @@ class DecoderConfig:
 
     @property
     def rope(self) -> Rope:
-        """That of all layers, where `special_features` is empty."""
-        (rope,) = set(self.ropes)
-        assert rope is not None
+        """That of all layers that are rotated, where no special feature but UNROTATED is used."""
+        (rope,) = {rope for rope in self.ropes if rope is not None}
         return rope
 
     @property
     def special_features(self) -> tuple[str, ...]:
         """What the torch decoder computes for this model, and kernels for the plain family do not."""
         has = {
-            "layers without rotary positions": None in self.ropes,
-            "rotary positions that differ between layers": len({*self.ropes} - {None}) > 1,
+            UNROTATED: None in self.ropes,
+            "rotary positions that differ between layers": len({*self.ropes} - {None}) != 1,
             f"the activation {self.activation}": self.activation != "silu",
             "norms behind attention and feed-forward": self.has_branch_norms,
             "a scaled embedding": self.embedding_scale != 1.0,

@@ -54,8 +54,7 @@ LAYER_NAMES = {
 BRANCH_NORM_NAMES = {"ffn_norm": "pre_feedforward_layernorm.weight"}
 """In checkpoints with branch norms, whose post_attention_layernorm is one."""
 
-NORMS = ("attention_norm", "ffn_norm", "final_norm", "q_norm", "k_norm")
-NORMS += ("attention_branch_norm", "ffn_branch_norm")
+NORMS = frozenset(part for part in (*MODEL_NAMES, *LAYER_NAMES) if part.endswith("_norm"))
 SAFETENSORS_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -251,10 +250,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def load_weights(
-    source: TensorSource, config: DecoderConfig, progress: LoadProgress = lambda fraction: None
+    source: TensorSource,
+    config: DecoderConfig,
+    progress: LoadProgress = lambda fraction: None,
+    place: Callable[[Tensor], Tensor] | None = None,
 ) -> DecoderWeights:
-    """All weights of the model; `progress` hears the fraction of tensors read so far."""
-    reader = _Reader(source, config, progress)
+    """All weights of the model; `progress` hears the fraction of tensors read so far.
+
+    `place` puts each tensor where it is to stay as soon as it is read: the host holds no more than one of them in float32.
+    """
+    reader = _Reader(source, config, progress, place or (lambda tensor: tensor))
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.one("embedding", None, (vocab, hidden))
     return DecoderWeights(
@@ -269,8 +274,15 @@ def load_weights(
 class _Reader:
     """Reads part after part, checks each shape, and counts for `progress`."""
 
-    def __init__(self, source: TensorSource, config: DecoderConfig, progress: LoadProgress) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        config: DecoderConfig,
+        progress: LoadProgress,
+        place: Callable[[Tensor], Tensor],
+    ) -> None:
         self._source, self._config, self._progress = source, config, progress
+        self._place = place
         biases_and_norms = 3 * config.has_qkv_bias + config.has_output_bias + 2 * config.has_qk_norm
         biases_and_norms += 2 * config.has_branch_norms
         self._total = 2 + (not config.tied_head) + config.num_layers * (9 + biases_and_norms)
@@ -306,11 +318,14 @@ class _Reader:
         out = torch.empty((sum(rows.values()), *rest), dtype=torch.float32)
         start = 0
         for part, size in rows.items():
-            out[start : start + size] = self.one(part, layer, (size, *rest))
+            out[start : start + size] = self._read(part, layer, (size, *rest))
             start += size
-        return out
+        return self._place(out)
 
     def one(self, part: str, layer: int | None, shape: Shape) -> Tensor:
+        return self._place(self._read(part, layer, shape))
+
+    def _read(self, part: str, layer: int | None, shape: Shape) -> Tensor:
         name = self._source.name(part, layer)
         found = self._source.shape(name)
         if found != shape:
