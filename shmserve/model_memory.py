@@ -26,7 +26,7 @@ class TensorSize:
 
 def packed_bytes(tensor: TensorSize) -> int:
     """As the C kernels keep it: 4-bit blocks with scale and minimum, everything else in 8 bits with a scale."""
-    bits = 5.0 if tensor.type_name in ("Q4_0", "Q4_1") else 8.5
+    bits = 5.0 if tensor.type_name in ("Q4_0", "Q4_1", "Q4_K") else 8.5
     return int(tensor.num_elements * bits / 8)
 
 

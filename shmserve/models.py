@@ -36,7 +36,7 @@ from shmserve.token_bytes import TokenBytes
 
 __all__ = ["DEFAULT_MODEL", "FORMAT_VERSION", "ModelError", "PreparedModel", "prepare"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",

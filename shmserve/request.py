@@ -52,6 +52,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[bytes, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True

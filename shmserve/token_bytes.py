@@ -204,6 +204,9 @@ def _sample_sequences(
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if all(i < num_ids for i in ids):
             yield ids
+    for first_id, entry in enumerate(entries):
+        if b" " in entry[1:]:  # Metaspace takes every space off its first token, Strip one
+            yield [first_id]
     byte_tokens = {
         byte: token_id
         for byte in range(256)

@@ -40,7 +40,8 @@ def build_tokenizer(metadata: dict[str, object], path: Path) -> BuiltTokenizer:
     types = _token_types(metadata, tokens, path)
     if kind == "gpt2":
         pre = _pre_tokenizer(metadata, path)
-        tokenizer = _byte_level_bpe(tokens, _merges(metadata, path), pre, path)
+        vocab = _vocabulary(tokens, types)
+        tokenizer = _byte_level_bpe(vocab, _merges(metadata, path), pre, path)
         adds_bos = pre.adds_bos
     elif kind == "llama":
         tokenizer = _sentence_piece(metadata, tokens, types, path)
@@ -127,10 +128,15 @@ def _pre_tokenizer(metadata: dict[str, object], path: Path) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
+def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
+    """Ids by token, without the made-up names of unused ids at the end: those pad the model's matrices and are no tokens."""
+    used = [i for i, kind in enumerate(types) if kind != UNUSED]
+    return {token: token_id for token_id, token in enumerate(tokens[: max(used, default=-1) + 1])}
+
+
 def _byte_level_bpe(
-    tokens: list[str], merges: list[tuple[str, str]], pre: PreTokenizer, path: Path
+    vocab: dict[str, int], merges: list[tuple[str, str]], pre: PreTokenizer, path: Path
 ) -> Tokenizer:
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(_bpe(path, vocab, merges, ignore_merges=pre.ignore_merges))
     if (normalizer := pre.normalizer()) is not None:
         tokenizer.normalizer = normalizer
@@ -152,7 +158,7 @@ def _sentence_piece(
                 f"{path}: the tokenizer has the added token {token!r} with a word boundary in it, "
                 "which cannot be rebuilt exactly; use the model's Hugging Face folder instead"
             )
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    vocab = _vocabulary(tokens, types)
     normal = [i for i, kind in enumerate(types) if kind == NORMAL]
     unknown = [token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
     has_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))

@@ -369,6 +369,7 @@ def pack_submit(request: Submit) -> tuple[bytes, int]:
         _section(Section.PROMPT_IDS, np.ascontiguousarray(request.prompt_ids, "<i4").tobytes())
     ]
     parts += [_section(Section.STOP_STRING, stop) for stop in p.stop]
+    parts += [_section(Section.STOP_REGEX, pattern.encode()) for pattern in p.stop_regex]
     if p.stop_token_ids:
         parts.append(_section(Section.STOP_IDS, np.array(p.stop_token_ids, "<i4").tobytes()))
     if p.logit_bias:
@@ -444,6 +445,7 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
         raise WireError(f"SUBMIT says {length} bytes of sections, {len(body)} came")
     prompt = np.zeros(0, np.int32)
     stops: list[bytes] = []
+    regexes: list[str] = []
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     salt = digest = b""
@@ -466,6 +468,11 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
             if not data:
                 raise WireError("an empty stop string would match everywhere")
             stops.append(data)
+        elif tag == Section.STOP_REGEX:
+            try:
+                regexes.append(data.decode())
+            except UnicodeDecodeError:
+                raise WireError("a stop regex is not UTF-8") from None
         elif tag == Section.STOP_IDS:
             stop_ids = tuple(np.frombuffer(data, "<i4").tolist())
         elif tag == Section.LOGIT_BIAS:
@@ -488,7 +495,7 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
         max_tokens=f[10], min_tokens=f[11], temperature=f[12], top_p=f[13], min_p=f[14], top_k=f[15],
         frequency_penalty=f[16], presence_penalty=f[17], repetition_penalty=f[18], num_logprobs=f[19],
         prompt_logprobs=f[20], num_speculative_tokens=f[21],
-        seed=f[8], priority=f[9], stop=tuple(stops), stop_token_ids=stop_ids, logit_bias=bias,
+        seed=f[8], priority=f[9], stop=tuple(stops), stop_regex=tuple(regexes), stop_token_ids=stop_ids, logit_bias=bias,
         ignore_eos=bool(flags & SUBMIT_IGNORE_EOS), include_stop=bool(flags & SUBMIT_INCLUDE_STOP),
         skip_special_tokens=bool(flags & SUBMIT_SKIP_SPECIAL), grammar=grammar,
     )  # fmt: skip

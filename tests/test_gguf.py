@@ -46,7 +46,7 @@ def test_raw_is_a_read_only_view_that_outlives_the_reader(write_gguf):
     assert raw.tobytes() == F32
 
 
-def test_q4_1_has_scale_then_minimum_and_low_nibbles_first():
+def test_q4_1_has_scale_then_minimum_and_low_nibbles_first_K2():
     block = bytes.fromhex("003800bcf0e1d2c3b4a5968778695a4b3c2d1e0f")
     values = dequantize("Q4_1", np.frombuffer(block, np.uint8), (32,))
     assert values[:16].tolist() == [-1 + 0.5 * i for i in range(16)]
@@ -79,7 +79,7 @@ def test_a_format_that_cannot_be_read_is_named_with_its_tensor(write_gguf):
         GGUFFile(path).array("blk.0.ffn_up.weight")
 
 
-def test_unpermuted_row_j_is_file_row_2j_and_the_second_half_is_2j_plus_1():
+def test_unpermuted_row_j_is_file_row_2j_and_the_second_half_is_2j_plus_1_K1():
     rows = np.arange(3 * 8 * 5).reshape(24, 5)
     out = unpermute_rows(rows, num_heads=3)
     for head in range(3):
@@ -197,7 +197,7 @@ def test_missing_empty_and_folder_are_told_apart(tmp_path):
             GGUFFile(tmp_path / name)
 
 
-def test_the_default_model_has_the_published_numbers(default_model):
+def test_the_default_model_has_the_published_numbers_K2(default_model):
     file = GGUFFile(default_model.weights)
     assert len(file.tensors) == 272
     assert "output.weight" not in file.tensors  # the head is the embedding

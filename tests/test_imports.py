@@ -18,10 +18,18 @@ PACKAGE = Path(__file__).parents[1] / "shmserve"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("__init__", "config", "request"),
     ("rings",),
-    ("wire", "stop", "token_bytes", "boards", "control"),
-    ("gguf", "ggml_blocks", "gguf_pre_tokenizers", "tokenizer_build", "model_cache", "model_facts")
-    + ("model_source", "model_memory"),
-    ("models", "child"),
+    ("wire", "stop", "token_bytes", "token_text", "boards", "control"),
+    (
+        "gguf",
+        "ggml_blocks",
+        "gguf_pre_tokenizers",
+        "tokenizer_build",
+        "model_cache",
+        "model_facts",
+        "model_source",
+        "model_memory",
+    ),
+    ("models", "child", "stop_regex"),
     ("grammar",),
     ("worker", "http"),
     ("loop", "health", "progress", "notify", "sockets", "instance_socket", "children", "posts"),

@@ -121,7 +121,7 @@ def test_a_folder_gives_the_facts_of_its_json_files(tmp_path, cache_dir):
     assert model.token_bytes_exact and len(model.token_bytes()) == 300
 
 
-def test_merges_as_strings_and_as_pairs_give_the_same_ids(tmp_path, cache_dir):
+def test_merges_as_strings_and_as_pairs_give_the_same_ids_K4(tmp_path, cache_dir):
     folder = hf_folder(tmp_path / "m")
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())

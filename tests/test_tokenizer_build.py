@@ -23,7 +23,7 @@ def encode(model, text):
         ("<|im_start|>\n<|im_end|>", [1, 198, 2]),
     ],
 )
-def test_the_default_model_tokenises_exactly(default_model, text, ids):
+def test_the_default_model_tokenises_exactly_K4(default_model, text, ids):
     assert encode(default_model, text) == ids
 
 
@@ -54,7 +54,7 @@ def test_a_chat_prompt_has_31_tokens_and_no_bos_before_the_template(default_mode
         ("split", {}, "one part of a split model"),
     ],
 )
-def test_a_gguf_that_cannot_be_served_exactly_is_refused(
+def test_a_gguf_that_cannot_be_served_exactly_is_refused_K4(
     write_gguf, cache_dir, dropped, changes, says, toy_metadata
 ):
     more = {"split.count": 3} if dropped == "split" else {}
@@ -160,3 +160,16 @@ def test_sentence_piece_breaks_ties_leftmost_first(write_gguf, cache_dir, toy_me
     model = prepare(str(path), cache_dir=cache_dir)
     tokens = model.tokenizer().encode("-" * 9, add_special_tokens=False).tokens
     assert tokens == ["\u2581", "-" * 8, "-"]
+
+
+def test_unused_names_at_the_end_are_no_tokens(write_gguf, cache_dir, toy_metadata):
+    """Converters name the rows that pad the model's matrices [PAD262], [PAD263] ...: nothing may sample them."""
+    plain = toy_metadata()
+    words, types = plain["tokenizer.ggml.tokens"], plain["tokenizer.ggml.token_type"]
+    padding = [f"[PAD{len(words) + index}]" for index in range(3)]
+    rows = len(words) + 3
+    metadata = toy_metadata(tokens=words + padding, token_type=types + [5] * 3)
+    tensors = {"token_embd.weight": ((rows, 1), "F32", bytes(4 * rows))}
+    model = prepare(str(write_gguf(metadata, tensors)), cache_dir=cache_dir)
+    assert model.vocab_size == rows and model.num_token_ids() == len(words)
+    assert encode(model, "[PAD262]") == encode(model, "[") + encode(model, "PAD262]")

@@ -12,7 +12,8 @@ import codecs
 
 import msgspec
 
-from shmserve.stop import StopMatcher
+from shmserve.stop_regex import stop_scan
+from shmserve.token_text import Decoding, TokenText
 from shmserve.wire import KEEP_ALL
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -49,10 +50,16 @@ class Pieces:
     tokens are first seen, a large vocabulary would keep a busy front end on the slow path for minutes.
     """
 
-    __slots__ = ("_bytes", "_silent", "direct", "longest")
+    __slots__ = ("_bytes", "_decoding", "_silent", "direct", "longest")
 
-    def __init__(self, token_bytes: list[bytes], silent_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        token_bytes: list[bytes],
+        silent_ids: frozenset[int],
+        decoding: Decoding = Decoding(),  # noqa: B008 (frozen)
+    ) -> None:
         self._bytes = token_bytes
+        self._decoding = decoding
         self._silent = silent_ids
         self.direct = [_piece(data) for data in token_bytes]
         self.longest = max(map(len, self.direct), default=0)
@@ -62,6 +69,10 @@ class Pieces:
     def raw(self, token_id: int) -> bytes:
         """The token's bytes as they count in the text; nothing for a special token that is skipped."""
         return b"" if token_id in self._silent else self._bytes[token_id]
+
+    def token_text(self) -> TokenText | None:
+        """One completion's bytes, where `raw` alone does not give them."""
+        return self._decoding.open(self.raw)
 
 
 class TextStream:
@@ -75,12 +86,22 @@ class TextStream:
         "_num_bytes",
         "_num_tokens",
         "_pieces",
+        "_source",
+        "matched_text",
     )
 
-    def __init__(self, pieces: Pieces, stop: tuple[bytes, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        stop: tuple[bytes, ...] = (),
+        min_tokens: int = 0,
+        stop_regex: tuple[str, ...] = (),
+    ) -> None:
         self._pieces = pieces
+        self._source = pieces.token_text()
         self._decoder = _new_decoder("replace")
-        self._matcher = StopMatcher(stop) if stop else None
+        self._matcher = stop_scan(stop, stop_regex)
+        self.matched_text = ""
         self._min_tokens = min_tokens
         self._held = b""  # bytes that may begin, or have become, a stop string
         self._num_bytes = 0  # given to the decoder
@@ -89,18 +110,25 @@ class TextStream:
     @property
     def is_plain(self) -> bool:
         """True when the next token's piece may go out as it is: nothing is held, and nothing could be."""
+        if self._source is not None and not self._source.is_settled:
+            return False
         return self._matcher is None and not self._decoder.getstate()[0]
 
     def feed(self, token_id: int) -> str:
         """The text that `token_id` releases; often its own, sometimes none, sometimes what was held before it."""
         self._num_tokens += 1
-        data = self._pieces.raw(token_id)
+        source = self._source
+        data = self._pieces.raw(token_id) if source is None else source.feed(token_id)
         matcher = self._matcher
         if matcher is None:
             self._num_bytes += len(data)
             return self._decoder.decode(data)
         match = matcher.feed(data, is_matching=self._num_tokens >= self._min_tokens)
         text = self._held + data
+        if match is not None:  # it ends in `data`, and what could become it was held
+            end = len(text) - (matcher.num_bytes - match.end)
+            start = max(0, end - (match.end - match.start))
+            self.matched_text = text[start:end].decode("utf-8", "replace")
         # From the beginning of a match on, it is the FINISH record that says what is kept.
         hold = matcher.num_bytes - match.start if match is not None else matcher.held()
         cut = len(text) - hold
@@ -111,6 +139,8 @@ class TextStream:
     def finish(self, keep_bytes: int = KEEP_ALL) -> str:
         """What is left: the held text, cut to `keep_bytes` of the whole, and U+FFFD for a character that never ended."""
         text = self._held
+        if self._source is not None:
+            text += self._source.finish()
         if keep_bytes != KEEP_ALL:
             text = text[: max(0, keep_bytes - self._num_bytes)]
         self._held = b""

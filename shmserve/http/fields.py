@@ -15,6 +15,7 @@ import msgspec
 
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.request import MOST_SPECULATIVE_TOKENS, SamplingParams
+from shmserve.stop_regex import MOST_PATTERNS, StopRegexError, compile_stop
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -151,6 +152,19 @@ def _mixed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+def stop_regexes(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Checked and compiled: the worker meets none that it could not match."""
+    patterns = (value,) if isinstance(value, str) and value else tuple(value or ())
+    if len(patterns) > MOST_PATTERNS:
+        raise bad_field(name, f"{name} may hold at most {MOST_PATTERNS}, got {len(patterns)}")
+    for pattern in patterns:
+        try:
+            compile_stop(pattern)
+        except StopRegexError as error:
+            raise bad_field(name, f"{name} {pattern[:64]!r} {error}") from None
+    return patterns
+
+
 def sampling_params(
     *,
     max_tokens: int,
@@ -161,6 +175,7 @@ def sampling_params(
     min_tokens: int | None,
     ignore_eos: bool | None,
     stop: tuple[bytes, ...],
+    stop_regex: tuple[str, ...] = (),
     stop_token_ids: Sequence[int] | None,
     include_stop: bool | None,
     skip_special_tokens: bool | None,
@@ -200,6 +215,7 @@ def sampling_params(
         min_tokens=min(max_tokens, in_range(min_tokens_name, min_tokens, 0, 2**31 - 1, 0)),
         ignore_eos=bool(ignore_eos),
         stop=stop,
+        stop_regex=stop_regex,
         stop_token_ids=stop_ids,
         include_stop=bool(include_stop),
         skip_special_tokens=skip_special_tokens is None or skip_special_tokens,

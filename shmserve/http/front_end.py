@@ -175,7 +175,9 @@ class Generation:
 
     def text_stream(self, index: int) -> TextStream:
         params = self.wanted[index].params
-        return TextStream(self.pieces(index), params.stop, params.min_tokens)
+        text = TextStream(self.pieces(index), params.stop, params.min_tokens, params.stop_regex)
+        self.entries[index].text = text
+        return text
 
     def pieces(self, index: int) -> Pieces:
         """The texts of its tokens."""

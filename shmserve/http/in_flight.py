@@ -16,6 +16,7 @@ from shmserve.wire import FinishRecord
 
 if TYPE_CHECKING:
     from shmserve.http.client import WorkerLink
+    from shmserve.http.detokenizer import TextStream
 
 
 class Signal:
@@ -74,6 +75,7 @@ class InFlight:
         "signal",
         "started",
         "submitted_ns",
+        "text",
         "token_ids",
         "was_stop_token",
     )
@@ -98,6 +100,7 @@ class InFlight:
         self.submitted_ns = 0
         self.is_submitted = False  # the SUBMIT is in the ring (not waiting outside it)
         self.is_aborted = False
+        self.text: TextStream | None = None  # the newest that reads it
         self.started: FinishRecord | None = None
         self.finish: FinishRecord | None = None
         self.error: ApiError | None = None
@@ -106,6 +109,14 @@ class InFlight:
         self.was_stop_token = False  # the last token ended the request and has no text
         self.has_tokens = False  # the first one has come
         self.on_tokens: Callable[[InFlight], None] | None = None  # slow path of a running stream
+
+    def matched_stop(self, stops: tuple[bytes, ...]) -> str:
+        """The text that ended it: a stop string, or what a stop regex matched."""
+        assert self.finish is not None
+        if self.finish.matched_stop < len(stops):
+            return stops[self.finish.matched_stop].decode()
+        assert self.text is not None
+        return self.text.matched_text
 
     @property
     def direct(self) -> Direct | None:

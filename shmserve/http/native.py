@@ -101,7 +101,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "extra_key": (None, ""),
 }
 _UNSUPPORTED_SAMPLING: Final[dict[str, tuple[Any, ...]]] = {
-    "stop_regex": (None, "", []),
     "beam_width": (None, 0, 1),
     "spaces_between_special_tokens": (None, False, True),
     "custom_params": (None,),
@@ -239,6 +238,7 @@ def _params(front: FrontEnd, sampling: NativeSampling, room: int) -> SamplingPar
         min_tokens=least,
         ignore_eos=sampling.ignore_eos,
         stop=fields.stop_strings("stop", sampling.stop),
+        stop_regex=fields.stop_regexes("stop_regex", sampling.stop_regex),
         stop_token_ids=sampling.stop_token_ids,
         include_stop=sampling.no_stop_trim,
         skip_special_tokens=sampling.skip_special_tokens,
@@ -351,7 +351,7 @@ class _Answer:
         assert finish is not None
         reason = FinishReason(finish.finish)
         if reason is FinishReason.STOP_STRING:
-            return {"type": "stop", "matched": self._params.stop[finish.matched_stop].decode()}
+            return {"type": "stop", "matched": self._entry.matched_stop(self._params.stop)}
         if reason.is_stop:
             return {"type": "stop", "matched": finish.matched_token}
         if reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):

@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.http.detokenizer import Pieces
+from shmserve.http.detokenizer import Pieces, TextStream
 from shmserve.models import PreparedModel
+from shmserve.token_text import Decoding
 
 INLINE_CHARS: Final = 2_000
 """A text this short is encoded in a fraction of a millisecond: less than a thread's round trip costs the loop."""
@@ -31,7 +32,7 @@ class Tokenizer:
         self._eos = list(model.eos_token_ids[:1]) if model.add_eos_token else []
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         table = model.token_bytes().table()
-        self.vocab_size = model.vocab_size
+        self.vocab_size = model.num_token_ids()
         self.special_tokens = {
             name: self._tokenizer.id_to_token(token_id) or ""
             for name, token_id in (
@@ -45,8 +46,11 @@ class Tokenizer:
         self._table = table
         self._special_ids = frozenset(model.special_token_ids)
         self._showing: dict[frozenset[int], Pieces] = {}
-        self.pieces = Pieces(table, self._special_ids)
-        self.pieces_with_special = Pieces(table, frozenset())
+        self._decoding = Decoding(
+            model.strips_leading_space, None if model.token_bytes_exact else self._tokenizer
+        )
+        self.pieces = Pieces(table, self._special_ids, self._decoding)
+        self.pieces_with_special = Pieces(table, frozenset(), self._decoding)
 
     def special_id(self, text: str) -> int | None:
         """The id of a special token, None for a text that ordinary tokens spell."""
@@ -56,7 +60,7 @@ class Tokenizer:
     def pieces_showing(self, shown: frozenset[int]) -> Pieces:
         """The pieces that skip special tokens, but for these: a handful of sets at most, one a tool format."""
         if shown not in self._showing:
-            self._showing[shown] = Pieces(self._table, self._special_ids - shown)
+            self._showing[shown] = Pieces(self._table, self._special_ids - shown, self._decoding)
         return self._showing[shown]
 
     def pieces_for(self, skip_special_tokens: bool) -> Pieces:
@@ -70,10 +74,8 @@ class Tokenizer:
         self, token_ids: npt.NDArray[np.integer[Any]], *, skip_special_tokens: bool = False
     ) -> str:
         """The text of ids that came from outside."""
-        raw = self.pieces_for(skip_special_tokens).raw
-        return b"".join([raw(token_id) for token_id in token_ids.tolist()]).decode(
-            "utf-8", "replace"
-        )
+        text = TextStream(self.pieces_for(skip_special_tokens))
+        return "".join([text.feed(token_id) for token_id in token_ids.tolist()]) + text.finish()
 
     async def encode(self, text: str, *, add_bos: bool) -> npt.NDArray[np.int32]:
         """Token ids of `text`, framed as the model wants if `add_bos` says that nobody did it yet.

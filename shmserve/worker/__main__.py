@@ -30,6 +30,7 @@ from shmserve.model_memory import (
 )
 from shmserve.models import PreparedModel
 from shmserve.rings.channel import Channel
+from shmserve.token_text import Decoding
 from shmserve.worker.batch import Batch
 from shmserve.worker.constraints import Constraints
 from shmserve.worker.control_thread import ControlThread
@@ -89,7 +90,14 @@ class Worker:
             caches_prefixes=config.worker.prefix_cache,
             chunks_prompts=config.worker.chunked_prefill,
         )
-        conditions = StopConditions(self.model.token_bytes(), self.model.special_token_ids)
+        conditions = StopConditions(
+            self.model.token_bytes(),
+            self.model.special_token_ids,
+            Decoding(
+                self.model.strips_leading_space,
+                None if self.model.token_bytes_exact else self.model.tokenizer(),
+            ),
+        )
         emission_log = (
             EmissionLog(config.worker.emission_log) if config.worker.emission_log else None
         )

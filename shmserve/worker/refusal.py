@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from shmserve.stop_regex import StopRegexError, compile_stop
 from shmserve.wire import Submit
 
 _MOST = 2**31 - 1  # what an i4 column holds
@@ -20,6 +21,11 @@ def fault_of(request: Submit, vocab_size: int) -> str | None:
     prompt, params = request.prompt_ids, request.params
     if not len(prompt) or int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
         return f"prompt token ids must be 0 to {vocab_size - 1}, and at least one"
+    try:
+        for pattern in params.stop_regex:
+            compile_stop(pattern)
+    except StopRegexError as error:
+        return f"stop_regex: {error}"
     if not _are_ids(params.stop_token_ids, vocab_size):
         return f"stop token ids must be 0 to {vocab_size - 1}"
     if not _are_ids((token_id for token_id, _ in params.logit_bias), vocab_size):

@@ -23,7 +23,7 @@ import bisect
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.stop import StopMatcher
+from shmserve.stop_regex import stop_scan
 from shmserve.worker.batch import Batch
 from shmserve.worker.block_tables import BlockTables
 from shmserve.worker.columns import STOP_COLUMNS, Columns
@@ -104,8 +104,7 @@ class Scheduler:
         if not sequence.params.ignore_eos:
             stop_ids |= self._eos_ids
         sequence.stop_ids = frozenset(stop_ids)
-        if sequence.params.stop:
-            sequence.matcher = StopMatcher(sequence.params.stop)
+        sequence.matcher = stop_scan(sequence.params.stop, sequence.params.stop_regex)
         bisect.insort(self.waiting, sequence, key=_order)
 
     @property
@@ -220,7 +219,8 @@ class Scheduler:
         columns.min_total[row] = min(num_prompt + params.min_tokens, columns.max_total[row] + 1)
         columns.stop_ids[row] = -1
         columns.is_slow[row] = (
-            bool(params.stop or params.grammar) or len(sequence.stop_ids) > STOP_COLUMNS
+            bool(params.stop or params.stop_regex or params.grammar)
+            or len(sequence.stop_ids) > STOP_COLUMNS
         )
         columns.wants_logprobs[row] = params.num_logprobs >= 0
         if len(sequence.stop_ids) <= STOP_COLUMNS:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from shmserve.stop import StopMatcher
+    from shmserve.stop_regex import StopScan
+    from shmserve.token_text import TokenText
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +45,9 @@ class Sequence:
     cache_parent: Parent = b""
     """What its next block stands behind in the prefix cache."""
     stop_ids: frozenset[int] = frozenset()
-    matcher: StopMatcher | None = None
+    matcher: StopMatcher | StopScan | None = None
+    text: TokenText | None = None
+    """What its matcher is fed, where the byte table alone does not say it."""
     grammar: LLMatcher | None = None
     """It has consumed exactly the tokens that were generated. None while it is compiled, and for who has none."""
     guesser: NgramIndex | None = None

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shmserve.request import FinishReason
 from shmserve.token_bytes import TokenBytes
+from shmserve.token_text import Decoding
 from shmserve.wire import KEEP_ALL
 from shmserve.worker.columns import Columns
 from shmserve.worker.sequence import Sequence
@@ -39,7 +40,13 @@ class Ending:
 class StopConditions:
     """`token_bytes` and `special_ids` are the tokenizer's; they are needed for stop strings only."""
 
-    def __init__(self, token_bytes: TokenBytes, special_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        special_ids: tuple[int, ...],
+        decoding: Decoding = Decoding(),  # noqa: B008 (frozen)
+    ) -> None:
+        self._decoding = decoding
         self._token_bytes = token_bytes
         self._special_ids = frozenset(special_ids)
 
@@ -73,9 +80,18 @@ class StopConditions:
         return None
 
     def _text_of(self, sequence: Sequence, token_id: int) -> bytes:
-        if sequence.params.skip_special_tokens and token_id in self._special_ids:
-            return b""
+        skips = sequence.params.skip_special_tokens
+        if sequence.text is None:
+            sequence.text = self._decoding.open(self._raw_skipping if skips else self._raw)
+        if sequence.text is not None:
+            return sequence.text.feed(token_id)
+        return self._raw_skipping(token_id) if skips else self._raw(token_id)
+
+    def _raw(self, token_id: int) -> bytes:
         return self._token_bytes[token_id]
+
+    def _raw_skipping(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self._token_bytes[token_id]
 
 
 def advance_grammar(grammar: LLMatcher, token_id: int) -> Ending | None:

@@ -28,12 +28,8 @@ from shmserve.worker.models.config import (
 )
 from shmserve.worker.models.decoder import Decoder
 from shmserve.worker.models.hf_config import config_from_hf
-from shmserve.worker.models.weights import (
-    GGUFSource,
-    SafetensorsSource,
-    TensorSource,
-    load_weights,
-)
+from shmserve.worker.models.sources import GGUFSource, SafetensorsSource, TensorSource
+from shmserve.worker.models.weights import load_weights
 from shmserve.worker.runner import Progress, RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.sizing import sized

@@ -50,6 +50,14 @@ def short(
 
 
 @pytest.fixture
+def mortal(
+    default_model: PreparedModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A simulated server of the test's own, slow enough to be killed in the middle of an answer."""
+    yield from _serve(tmp_path_factory, "mortal", "--runner=simulated", "--step-ms=20")
+
+
+@pytest.fixture
 def force() -> Callable[[int], dict[str, object]]:
     """force(id): the fields that make a server give this token at every step."""
     return lambda token_id: {"temperature": 0, "logit_bias": {str(token_id): 100}}

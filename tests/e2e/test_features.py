@@ -84,6 +84,44 @@ def test_logprobs_are_those_of_the_model_K1(client):
     assert max(answer.logprobs.top_logprobs[0].values()) == answer.logprobs.token_logprobs[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "token", "logprob"), [("Hi", "Hello", -0.531), ("1, 2, 3, 4, 5, 6,", " ", -0.053)]
+)
+def test_next_tokens_of_the_tied_head_are_the_models_own_K3(client, text, token, logprob):
+    """The file has no output layer of its own: a wrong one would give other tokens."""
+    if text == "Hi":
+        (entry,) = ask(client, text, max_tokens=1, logprobs=True).logprobs.content
+        told = (entry.token, entry.logprob)
+    else:
+        fields = {"model": "unknown", "max_tokens": 1, "temperature": 0, "logprobs": 0}
+        logprobs = client.completions.create(prompt=text, **fields).choices[0].logprobs
+        told = (logprobs.tokens[0], logprobs.token_logprobs[0])
+    assert told == (token, pytest.approx(logprob, abs=0.15))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"temperature": 1, "top_k": 1}, {"temperature": 1, "top_k": 1, "echo": True}, {"top_p": 1e-6}],
+    ids=str,
+)
+def test_tokens_that_sampling_left_out_have_finite_logprobs_G4(real, fields):
+    choice = real.complete(prompt="The capital of France is", logprobs=5, max_tokens=4, **fields)
+    logprobs = choice["choices"][0]["logprobs"]
+    generated = list(zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True))[-4:]
+    for value, top in generated:
+        assert len(top) in (5, 6) and value in top.values()
+        assert all(-10_000 < other <= 0 for other in top.values())
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "temperature": 0}
+    body |= {"logprobs": True, "top_logprobs": 5, "logit_bias": {"2767": 100}}
+    answer = real.post("/v1/chat/completions", body).json()
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        assert entry["token"] == " dog"
+        assert (
+            len(entry["top_logprobs"]) == 5
+        )  # the model's own order, which the bias does not change
+        assert all(-10_000 < top["logprob"] <= 0 for top in [entry, *entry["top_logprobs"]])
+
+
 def test_prompt_is_scored_as_its_continuation_would_be(client):
     """The logprob of a prompt's token is the one that it would have had as the next token of what stands before it."""
     fields = {"model": "unknown", "max_tokens": 1, "temperature": 0, "logprobs": 0}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import openai
 import pytest
+from serving import until
 
 MODEL = "SmolLM2-135M-Instruct"
 HI = [{"role": "user", "content": "Hi"}]
@@ -88,3 +92,25 @@ def test_a_client_that_closes_its_stream_frees_its_sequence(client, server):
         next(stream)
     stream.close()
     server.wait_idle()
+
+
+def test_a_stream_whose_worker_dies_raises_and_never_seems_complete_C6(mortal):
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{mortal.port}/v1", api_key="none", max_retries=0, timeout=30
+    ) as client:
+        reasons, chunks = [], 0
+        with pytest.raises(openai.APIError):
+            for chunk in client.completions.create(
+                model="unknown",
+                prompt="Hi",
+                max_tokens=5000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            ):
+                reasons += [choice.finish_reason for choice in chunk.choices]
+                chunks += 1
+                if chunks == 3:
+                    os.kill(mortal.worker_pid, signal.SIGKILL)
+        assert chunks >= 3 and set(reasons) == {None}
+    until(lambda: mortal.get("/ready").status == 200, "the next worker")
+    assert mortal.text(max_tokens=2)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmserve import stop_regex
 from shmserve.http import detokenizer
 from shmserve.http.detokenizer import Pieces, TextStream
 from shmserve.stop import StopMatcher
@@ -113,7 +114,7 @@ def test_with_stop_strings_the_work_is_linear_too_A3(skipping, monkeypatch):
             fed += len(self._tail) + len(data)
             return super().feed(data, is_matching=is_matching)
 
-    monkeypatch.setattr(detokenizer, "StopMatcher", Counting)
+    monkeypatch.setattr(stop_regex, "StopMatcher", Counting)
     amounts = []
     for count in (1000, 4000):
         fed = 0

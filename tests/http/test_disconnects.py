@@ -167,3 +167,18 @@ def test_many_clients_that_leave_at_once_leave_nothing_E5(crowded):
 def test_a_disconnect_is_no_error_in_the_log(server):
     """What the tests above did to the shared server: clients leave, that is all."""
     assert " ERROR " not in server.output() and "Traceback" not in server.output()
+
+
+def test_a_client_that_sends_half_a_body_takes_no_slot_D6(asker, server, wire):
+    before = server.words("worker")["num_finished"]
+    halves = [wire(server) for _ in range(40)]
+    for half in halves:
+        half.sock.sendall(
+            b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{"prompt":'
+        )
+    assert asker.text(max_tokens=3)
+    assert server.words("http")["in_flight"] == 0
+    for half in halves:
+        half.close()
+    server.wait_idle()
+    assert server.words("worker")["num_finished"] == before + 1

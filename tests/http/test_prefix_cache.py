@@ -25,7 +25,7 @@ def full_blocks(num_tokens: int) -> int:
     return (num_tokens - 1) // 16 * 16
 
 
-def test_cached_tokens_are_told_alike_in_every_kind_of_answer(asker, prompt):
+def test_cached_tokens_are_told_alike_in_every_kind_of_answer_G6(asker, prompt):
     num_prompt, first = cached(asker, prompt)
     assert first == 0
     wanted = full_blocks(num_prompt)
@@ -55,7 +55,7 @@ def test_the_answer_of_an_earlier_turn_is_found(asker, force):
     assert usage["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] + 16
 
 
-def test_choices_of_one_prompt_share_it_and_usage_counts_it_once(asker, prompt):
+def test_choices_of_one_prompt_share_it_and_usage_counts_it_once_G6(asker, prompt):
     usage = asker.complete(prompt=prompt, max_tokens=1, n=4)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"] - 1
     asked, hit = (

@@ -29,7 +29,7 @@ def coalescing(start_server):
     return start_server("--step-ms=1", "--slow-client-bytes=4096")
 
 
-def test_a_client_past_the_bound_is_closed_and_its_request_aborted(coalescing, wire):
+def test_a_client_past_the_bound_is_closed_and_its_request_aborted_F3(coalescing, wire):
     before = coalescing.words("http")["num_slow_clients"]
     stuck = wire(coalescing, RECEIVE_BUFFER)
     stuck.send("/v1/completions", body(1, 8000))
@@ -42,7 +42,7 @@ def test_a_client_past_the_bound_is_closed_and_its_request_aborted(coalescing, w
     assert b"[DONE]" not in stuck.read_all()
 
 
-def test_others_keep_going_while_a_client_is_stuck(coalescing, wire):
+def test_others_keep_going_while_a_client_is_stuck_F3(coalescing, wire):
     stuck = wire(coalescing, RECEIVE_BUFFER)
     stuck.send("/v1/completions", body(2, 8000))
     reads = coalescing.stream(**body(3, 300))
@@ -52,7 +52,7 @@ def test_others_keep_going_while_a_client_is_stuck(coalescing, wire):
     coalescing.wait_idle()
 
 
-def test_a_reader_that_resumes_before_the_bound_gets_every_byte(server, wire):
+def test_a_reader_that_resumes_before_the_bound_gets_every_byte_F3(server, wire):
     expected = server.text(prompt="Hi", max_tokens=NUM_TOKENS, seed=4)
     slow = wire(server, RECEIVE_BUFFER)
     closed = server.words("http")["num_slow_clients"]
@@ -145,7 +145,7 @@ def test_the_policy_drop_closes_at_once(start_server, wire):
     assert server.text(max_tokens=3)
 
 
-def test_a_client_that_is_stuck_too_long_is_closed(start_server, wire):
+def test_a_client_that_is_stuck_too_long_is_closed_F3(start_server, wire):
     server = start_server("--step-ms=1", "--slow-client-seconds=0.3", "--slow-client-bytes=1M")
     stuck = wire(server, RECEIVE_BUFFER)
     stuck.send("/v1/completions", body(10))

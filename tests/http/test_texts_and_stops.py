@@ -232,3 +232,14 @@ def test_line_separators_in_the_text_never_stand_raw_on_the_wire_C5(asker, seed_
 def test_an_escaped_piece_is_the_inside_of_a_json_string(text):
     assert json.loads(b'"' + escape(text) + b'"') == text
     assert not {b"\xe2\x80\xa8", b"\xc2\x85", b"\n"} & {escape(text)}
+
+
+def test_a_stop_regex_ends_and_nothing_of_the_match_is_shown(asker, seed_of):
+    told = every_way(asker, seed=seed_of("hello_world_world"), max_tokens=3, stop_regex="o w[a-z]r")
+    assert (told.text, told.finish, told.matched) == ("Hell", "stop", "o wor")
+
+
+@pytest.mark.parametrize("pattern", ["(", "a+", "^a", ["a"] * 33])
+def test_a_stop_regex_that_cannot_be_honoured_is_a_400(asker, pattern):
+    answer = asker.post("/v1/completions", {"prompt": "Hi", "stop_regex": pattern, "stream": True})
+    assert answer.status == 400 and "stop_regex" in answer.json()["error"]["message"]

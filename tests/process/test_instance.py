@@ -70,7 +70,7 @@ def test_two_front_ends_do_not_share_a_port_with_another_program(
     assert f"127.0.0.1:{free_port} is in use" in line
 
 
-def test_restart_on_the_same_port_works_at_once(start: Start, free_port: int) -> None:
+def test_restart_on_the_same_port_works_at_once_J6(start: Start, free_port: int) -> None:
     for _ in range(2):
         server = start(config={"http": {"port": free_port}})
         server.wait_ready()
@@ -185,7 +185,7 @@ def test_sockets_from_systemd_are_served(start: Start) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small /dev/shm needs root")
 @pytest.mark.parametrize("num_kib", [64, 1024])
-def test_full_dev_shm_refuses_to_start_with_both_numbers(start: Start, num_kib: int) -> None:
+def test_full_dev_shm_refuses_to_start_with_both_numbers_J4(start: Start, num_kib: int) -> None:
     mount = f'mount -t tmpfs -o size={num_kib}k tmpfs /dev/shm && exec "$@"'
     server = start(
         config={"rings": {"token_slots": 16384, "submit_slots": 1024}},

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("default_model")
 Serve = Callable[..., Any]
 
 
-def test_worker_killed_ends_every_request_well_and_a_new_one_serves(
+def test_worker_killed_ends_every_request_well_and_a_new_one_serves_J5(
     serve: Serve, client: Any, until: Any
 ) -> None:
     server = serve("--step-ms=20", "--max-num-seqs=4")
@@ -47,7 +47,7 @@ def test_worker_killed_ends_every_request_well_and_a_new_one_serves(
     assert api.stream(max_tokens=3).rest()[-1] == "[DONE]"
 
 
-def test_health_is_503_with_the_reason_until_the_new_worker_is_ready(
+def test_health_is_503_with_the_reason_until_the_new_worker_is_ready_J5(
     serve: Serve, client: Any, until: Any
 ) -> None:
     server = serve()
@@ -77,7 +77,7 @@ def test_front_end_killed_keeps_the_worker_and_the_port(
     until(lambda: server.status()["in_flight"] == 0, "the dead front end's sequence is freed")
 
 
-def test_stopped_worker_is_unhealthy_and_goes_on_where_it_was(
+def test_stopped_worker_is_unhealthy_and_goes_on_where_it_was_J5(
     serve: Serve, client: Any, until: Any
 ) -> None:
     server = serve("--step-ms=20")
@@ -94,7 +94,7 @@ def test_stopped_worker_is_unhealthy_and_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("phase", [pytest.param("idle", marks=pytest.mark.slow), "decode"])
-def test_supervisor_killed_takes_everybody_along_and_a_new_start_works(
+def test_supervisor_killed_takes_everybody_along_and_a_new_start_works_J1(
     serve: Serve, client: Any, until: Any, is_alive: Any, free_port: int, phase: str
 ) -> None:
     server = serve("--port", str(free_port), "--step-ms=20")
@@ -117,7 +117,7 @@ def test_supervisor_killed_takes_everybody_along_and_a_new_start_works(
 
 
 @pytest.mark.slow
-def test_everybody_killed_again_and_again_leaves_one_set(serve: Serve) -> None:
+def test_everybody_killed_again_and_again_leaves_one_set_J2(serve: Serve) -> None:
     bystander = serve()
     bystander.wait_ready()
     segments = bystander.segments()

@@ -20,7 +20,7 @@ Serve = Callable[..., Any]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_idle_server_ends_at_a_signal_with_code_0(serve: Serve, number: int) -> None:
+def test_idle_server_ends_at_a_signal_with_code_0_J3(serve: Serve, number: int) -> None:
     server = serve()
     server.wait_ready()
     pids = server.pids()
@@ -44,7 +44,7 @@ def test_running_stream_is_finished_in_a_drain(serve: Serve, client: Any, until:
     assert server.leftovers() == []
 
 
-def test_second_signal_within_100_ms_ends_streams_and_leaves_nothing(
+def test_second_signal_within_100_ms_ends_streams_and_leaves_nothing_J3(
     serve: Serve, client: Any
 ) -> None:
     server = serve("--step-ms=50")
@@ -59,7 +59,7 @@ def test_second_signal_within_100_ms_ends_streams_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.3, 0.6, 1.0, 1.5])
-def test_signal_at_any_moment_of_a_start_leaves_nothing(serve: Serve, delay_s: float) -> None:
+def test_signal_at_any_moment_of_a_start_leaves_nothing_J3(serve: Serve, delay_s: float) -> None:
     server = serve()
     time.sleep(delay_s)
     os.killpg(server.pid, signal.SIGTERM)
@@ -67,7 +67,7 @@ def test_signal_at_any_moment_of_a_start_leaves_nothing(serve: Serve, delay_s: f
     assert server.leftovers() == []
 
 
-def test_second_server_on_a_port_is_refused_before_anything_is_loaded(
+def test_second_server_on_a_port_is_refused_before_anything_is_loaded_J6(
     serve: Serve, client: Any, free_port: int
 ) -> None:
     first = serve("--port", str(free_port))
@@ -109,7 +109,7 @@ def _no_config(folder: Path) -> str:
     [lambda folder: "/no/such.gguf", lambda folder: "./no/such", _empty, _text, _no_config]
     + ([_unreadable] if os.getuid() else []),
 )
-def test_model_path_that_cannot_be_is_one_line_that_names_it(
+def test_model_path_that_cannot_be_is_one_line_that_names_it_J7(
     serve: Serve, tmp_path: Path, make: Callable[[Path], str]
 ) -> None:
     spec = make(tmp_path)
@@ -120,6 +120,22 @@ def test_model_path_that_cannot_be_is_one_line_that_names_it(
     assert line.startswith("shmserve: error: ")
     assert spec in line
     assert server.leftovers() == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a small /dev/shm needs root")
+def test_64_mib_of_dev_shm_are_enough_for_many_streams_of_long_prompts_J4(
+    serve: Serve, client: Any
+) -> None:
+    """What a container has by default; the rings are reserved at the start, so nothing can run out later."""
+    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    server = serve("--step-ms=1", wrapper=["unshare", "-m", "sh", "-c", mount, "sh"])
+    server.wait_ready()
+    pids = server.pids()
+    api = client(server)
+    streams = [api.stream(prompt=[19556] * 2000, max_tokens=20, ignore_eos=True) for _ in range(64)]
+    for stream in streams:
+        assert stream.rest()[-1] == "[DONE]"
+    assert server.pids() == pids
 
 
 def test_status_stop_and_sweep_are_commands(serve: Serve) -> None:

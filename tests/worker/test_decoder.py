@@ -395,7 +395,7 @@ def test_sharded_files_are_read_by_their_index(tmp_path):
         runner_of(tmp_path)
 
 
-def test_a_tied_head_is_the_embedding_itself(tmp_path):
+def test_a_tied_head_is_the_embedding_itself_K3(tmp_path):
     config = {**BASE, "tie_word_embeddings": True}
     runner = runner_of(write_folder(tmp_path, config, random_weights(config)))
     weights = runner._decoder._weights

@@ -233,7 +233,9 @@ def test_no_bytes_of_a_front_end_end_the_worker(new_rig, units):
         assert set(r.front.submitted) <= set(r.front.finished)
         ends = {r.front.finished[n].finish for n in r.front.submitted}
         may = {FinishReason.LENGTH}
-        if any(isinstance(unit, tuple) and unit[0] == wire.SubmitKind.ABORT_BY_ID for unit in units):
+        if any(
+            isinstance(unit, tuple) and unit[0] == wire.SubmitKind.ABORT_BY_ID for unit in units
+        ):
             may.add(FinishReason.ABORT)  # noise that says: all of them
         assert ends <= may
         r.assert_idle()

@@ -1,5 +1,7 @@
 """A toy GGUF of each quantised type, loaded and computed by both CPU runners, against the same values as float32."""
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from shmserve.worker.batch import Batch
 from shmserve.worker.cpu.runner import CpuRunner
 from shmserve.worker.models.config import ModelLoadError
 from shmserve.worker.sampling_state import SamplingState
-from shmserve.worker.torch_runner import TorchRunner
+from shmserve.worker.torch_runner import TorchRunner, open_model
 
 HIDDEN, FFN, HEADS, KV_HEADS, LAYERS, BLOCK = 256, 512, 4, 2, 2, 16
 SIZES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
@@ -24,6 +26,12 @@ HALVES = {
     "Q5_K": {0: 2e-4, 2: 3e-3},
     "Q6_K": {208: 6e-5},
 }
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Where the kernels are compiled once for all tests of this file."""
+    return tmp_path_factory.mktemp("kernels")
 
 
 def random_blocks(type_name: str, rows: int, columns: int, rng) -> bytes:
@@ -120,9 +128,11 @@ def test_the_torch_runner_computes_with_exactly_the_values_of_the_blocks(
 
 
 @pytest.mark.parametrize("type_name", HALVES)
-def test_the_kernels_are_as_near_as_eight_bits_are(write_gguf, toy_metadata, cache_dir, type_name):
+def test_the_kernels_are_as_near_as_eight_bits_are(
+    write_gguf, toy_metadata, cache_dir, kernels, type_name
+):
     quantised, plain = model_file(write_gguf, toy_metadata, type_name)
-    ours = logprobs_of(CpuRunner, quantised, cache_dir, cache=cache_dir)
+    ours = logprobs_of(CpuRunner, quantised, cache_dir, cache=kernels)
     exact = logprobs_of(TorchRunner, plain, cache_dir)
     rms = np.sqrt(np.square(ours - exact).mean())
     assert rms < 0.05 * exact.std(), (rms, exact.std())
@@ -130,7 +140,7 @@ def test_the_kernels_are_as_near_as_eight_bits_are(write_gguf, toy_metadata, cac
 
 @pytest.mark.parametrize("runner_kind", [TorchRunner, CpuRunner])
 def test_a_type_that_cannot_be_read_is_named_with_its_tensor(
-    write_gguf, toy_metadata, cache_dir, runner_kind
+    write_gguf, toy_metadata, cache_dir, kernels, runner_kind
 ):
     _, plain = model_file(write_gguf, toy_metadata, "Q5_0")
     file = GGUFFile(plain)
@@ -141,12 +151,42 @@ def test_a_type_that_cannot_be_read_is_named_with_its_tensor(
     tensors["blk.1.ffn_up.weight"] = (shape, "Q2_K", bytes(shape[0] * 84))
     metadata = {key: _plain(value) for key, value in file.metadata.items()}
     path = write_gguf(metadata, tensors, name="q2.gguf")
-    more = {"cache": cache_dir} if runner_kind is CpuRunner else {}
+    more = {"cache": kernels} if runner_kind is CpuRunner else {}
     with pytest.raises(
         ModelLoadError, match=r"q2\.gguf: tensor blk\.1\.ffn_up\.weight: .*Q2_K"
     ) as e:
         logprobs_of(runner_kind, path, cache_dir, **more)
     assert "\n" not in str(e.value)
+
+
+def test_more_layers_than_tensors_are_refused_before_memory_is_taken_for_them(
+    write_gguf, toy_metadata
+):
+    quantised, _ = model_file(write_gguf, toy_metadata, "Q5_0")
+    file = GGUFFile(quantised)
+    metadata = {key: _plain(value) for key, value in file.metadata.items()}
+    path = write_gguf(
+        metadata | {"llama.block_count": 2**32 - 1},
+        {"token_embd.weight": ((262, HIDDEN), "F32", bytes(4 * 262 * HIDDEN))},
+    )
+    with pytest.raises(ModelLoadError, match=r"block_count is 4294967295, but .* has 1 tensors"):
+        open_model(path, "gguf")
+
+
+@pytest.mark.parametrize("runner_kind", [TorchRunner, CpuRunner])
+def test_an_absurd_size_is_refused_with_the_tensor_before_memory_is_taken_for_it(
+    write_gguf, toy_metadata, cache_dir, kernels, runner_kind
+):
+    quantised, _ = model_file(write_gguf, toy_metadata, "Q5_0")
+    content = quantised.read_bytes()
+    key = b"llama.feed_forward_length" + struct.pack("<I", 4)
+    assert content.count(key) == 1
+    path = quantised.with_name("absurd.gguf")
+    absurd = content.replace(key + struct.pack("<I", FFN), key + struct.pack("<I", 2**32 - 256))
+    path.write_bytes(absurd)
+    more = {"cache": kernels} if runner_kind is CpuRunner else {}
+    with pytest.raises(ModelLoadError, match=r"tensor blk\.0\.ffn_gate\.weight .*4294967040"):
+        logprobs_of(runner_kind, path, cache_dir, **more)
 
 
 def _plain(value: object) -> object:

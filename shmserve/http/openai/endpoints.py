@@ -188,6 +188,7 @@ def _params(
         min_tokens=parsed.min_tokens,
         ignore_eos=parsed.ignore_eos,
         stop=fields.stop_strings("stop", parsed.stop),
+        stop_regex=fields.stop_regexes("stop_regex", parsed.stop_regex),
         stop_token_ids=parsed.stop_token_ids,
         include_stop=parsed.include_stop_str_in_output or parsed.no_stop_trim,
         skip_special_tokens=parsed.skip_special_tokens,

@@ -45,7 +45,7 @@ def stop_details(entry: InFlight, params: SamplingParams, eos_ids: Sequence[int]
     finish = entry.finish
     assert finish is not None
     if finish.finish == FinishReason.STOP_STRING:
-        text = params.stop[finish.matched_stop].decode()
+        text = entry.matched_stop(params.stop)
         return {"stop_reason": text, "matched_stop": text}
     if finish.finish == FinishReason.STOP_TOKEN:
         is_eos = (

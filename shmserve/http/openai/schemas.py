@@ -111,7 +111,6 @@ class CompletionRequest(Sampling):
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (None, 1),
     "use_beam_search": (None, False),
-    "stop_regex": (None, []),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "return_hidden_states": (None, False),

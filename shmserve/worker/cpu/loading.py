@@ -27,9 +27,10 @@ from shmserve.worker.cpu.pack import (
     pack_floats,
     padded,
 )
-from shmserve.worker.models.config import UNROTATED, DecoderConfig, ModelLoadError
+from shmserve.worker.models.config import DecoderConfig, ModelLoadError
 from shmserve.worker.models.decoder import rotary_tables
-from shmserve.worker.models.weights import GGUFSource, LoadProgress, Shape, TensorSource
+from shmserve.worker.models.sources import GGUFSource, Shape, TensorSource
+from shmserve.worker.models.weights import LoadProgress
 from shmserve.worker.torch_runner import open_model
 
 
@@ -54,7 +55,7 @@ class BlockSource(GGUFSource):
 def open_source(weights: Path, format: str) -> tuple[DecoderConfig, TensorSource]:
     """As `open_model`, but blocks of a GGUF file can be had as they are. Raises UncomputedModelError for what the kernels cannot."""
     config, source = open_model(weights, format)
-    features = ", ".join(name for name in config.special_features if name != UNROTATED)
+    features = ", ".join(config.special_features)
     if features:
         raise UncomputedModelError(
             f"the C kernels do not compute {config.architecture} models with {features}"

@@ -2,8 +2,10 @@
 
 Owns: the conversion of GGUF blocks and of floats, and the memory that holds the result. Never: opens a file, or imports torch.
 
-Blocks of Q4_0, Q4_1 and Q8_0 are kept as they are, to the bit; only their words change places. Everything else comes as floats
-and gets 8 bits a weight with one scale for 32 (the error of Q8_0). Rows and columns are padded with zeros.
+Blocks of Q4_0, Q4_1 and Q8_0 are kept as they are, to the bit; only their words change places. Those of Q4_K keep their integers;
+the scale and the minimum of each 32, products in the file, are rounded to float16 (an error of at most 2**-11 of each).
+Everything else comes as floats and gets 8 bits a weight with one scale for 32 (the error of Q8_0). Rows and columns are padded
+with zeros.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shmserve.ggml_blocks import nibbles_of_32, scales_and_minima
+
 U1 = npt.NDArray[np.uint8]
 F4 = npt.NDArray[np.float32]
 
 COLUMNS, GROUP = 16, 32
 BLOCK4 = np.dtype([("d", "<f2", 16), ("m", "<f2", 16), ("w", "<u4", (4, 16))])
 BLOCK8 = np.dtype([("d", "<f2", 16), ("w", "<u4", (8, 16))])
-KEPT_TYPES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-"""Types whose blocks are kept, and the bytes of a block."""
+KEPT_TYPES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "Q4_K": 18}
+"""Types whose blocks are kept, and the bytes of 32 elements."""
 
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64
@@ -119,21 +123,24 @@ def pack_blocks(
     panels = -(-rows // row_multiple) * row_multiple // COLUMNS
     is_wide = type_name == "Q8_0"
     out = arena.take((panels, groups), BLOCK8 if is_wide else BLOCK4)
-    num_words, at = (8, 2) if is_wide else (4, 4 if type_name == "Q4_1" else 2)
+    has_minimum = type_name in ("Q4_1", "Q4_K")
+    num_words, at = (8, 2) if is_wide else (4, 4 if has_minimum else 2)
     # A few panels at a time: what is copied stays in the cache between its copies.
     step = max(1, (1 << 20) // max(1, row_bytes * COLUMNS))
     for first in range(0, -(-rows // COLUMNS), step):
         some = raw[first * COLUMNS : (first + step) * COLUMNS]
+        if type_name == "Q4_K":
+            some = _as_q4_1(some)
         n = -(-some.shape[0] // COLUMNS)
         if some.shape[0] < n * COLUMNS:
             some = np.concatenate(
-                [some, np.zeros((n * COLUMNS - some.shape[0], row_bytes), np.uint8)]
+                [some, np.zeros((n * COLUMNS - some.shape[0], some.shape[1]), np.uint8)]
             )
         blocks = some.reshape(n, COLUMNS, groups, -1)
         part = out[first : first + n]
         d = _halves(blocks, 0)
         part["d"] = d
-        if type_name == "Q4_1":
+        if has_minimum:
             part["m"] = _halves(blocks, 2)
         elif type_name == "Q4_0":
             part["m"] = np.float16(-8) * d  # exact: a power of two
@@ -144,6 +151,20 @@ def pack_blocks(
         )
         part["w"] = words.transpose(0, 2, 3, 1)
     return PackedMatrix(out)
+
+
+def _as_q4_1(rows: U1) -> U1:
+    """Rows of Q4_K blocks as rows of Q4_1 blocks with the same integers."""
+    blocks = rows.reshape(-1, 144)
+    multipliers, minima = scales_and_minima(blocks)
+    d, m = np.ascontiguousarray(blocks[:, :4]).view("<f2").astype(np.float32).T
+    out = np.empty((blocks.shape[0], 8, 20), np.uint8)
+    with np.errstate(over="ignore"):
+        halves = np.stack([d[:, None] * multipliers, -m[:, None] * minima], axis=-1).astype("<f2")
+    out[..., :4] = halves.view(np.uint8)
+    integers = nibbles_of_32(blocks[:, 16:])
+    out[..., 4:] = integers[..., :16] | integers[..., 16:] << np.uint8(4)
+    return out.reshape(rows.shape[0], -1)
 
 
 def _halves(blocks: U1, at: int) -> npt.NDArray[np.float16]:

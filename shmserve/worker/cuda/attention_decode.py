@@ -138,8 +138,18 @@ def decode_attention(
     launch.run(
         _attend_split,
         (rows, num_kv, num_splits),
-        (q, k_cache, v_cache, block_table, kv_lens, scratch.partial, scratch.lse)
-        + (scale, block_table.shape[1], num_splits),
+        (
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            kv_lens,
+            scratch.partial,
+            scratch.lse,
+            scale,
+            block_table.shape[1],
+            num_splits,
+        ),
         {
             **shared,
             "SOFTCAP": softcap,

@@ -45,4 +45,4 @@ def power_of_two(count: int) -> int:
 
 def is_wide(tensor: Tensor) -> bool:
     """float32: its tiles take twice the shared memory, so they are half as large."""
-    return tensor.dtype == torch.float32
+    return bool(tensor.dtype == torch.float32)

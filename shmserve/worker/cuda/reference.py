@@ -80,8 +80,12 @@ class SampleScratch:
     @classmethod
     def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
         shape = (max_rows, -(-vocab_size // SAMPLE_CHUNK))
-        floats = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(3)]
-        return cls(*floats, torch.zeros(shape, dtype=torch.int32, device=device))
+
+        def zeros(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        f32 = torch.float32
+        return cls(zeros(f32), zeros(f32), zeros(f32), zeros(torch.int32))
 
 
 def embed(

@@ -162,16 +162,36 @@ def sample(
     launch.run(
         _chunk_best,
         (rows, num_chunks),
-        (logits, temperatures, min_p, seeds, positions)
-        + (s.largest, s.total, s.score, s.token_id, vocab_size),
+        (
+            logits,
+            temperatures,
+            min_p,
+            seeds,
+            positions,
+            s.largest,
+            s.total,
+            s.score,
+            s.token_id,
+            vocab_size,
+        ),
         {**chunk, **chunks},
         num_warps=8,
     )
     launch.run(
         _best_of_row,
         (rows,),
-        (logits, s.largest, s.total, s.score, s.token_id, out_ids, out_logprobs, failed)
-        + (vocab_size, num_chunks),
+        (
+            logits,
+            s.largest,
+            s.total,
+            s.score,
+            s.token_id,
+            out_ids,
+            out_logprobs,
+            failed,
+            vocab_size,
+            num_chunks,
+        ),
         chunks,
         num_warps=1,
     )

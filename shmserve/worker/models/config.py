@@ -15,7 +15,6 @@ import numpy as np
 
 from shmserve.model_cache import ModelError
 
-UNROTATED = "layers without rotary positions"
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
@@ -89,16 +88,16 @@ class DecoderConfig:
 
     @property
     def rope(self) -> Rope:
-        """That of all layers that are rotated, where no special feature but UNROTATED is used."""
+        """That of all layers that are rotated, where no special feature is used."""
         (rope,) = {rope for rope in self.ropes if rope is not None}
         return rope
 
     @property
     def special_features(self) -> tuple[str, ...]:
-        """What the torch decoder computes for this model, and kernels for the plain family do not."""
+        """What torch and CUDA compute for this model, and the C kernels do not."""
         has = {
-            UNROTATED: None in self.ropes,
-            "rotary positions that differ between layers": len({*self.ropes} - {None}) != 1,
+            "rotary positions that differ between layers, or none": len({*self.ropes} - {None})
+            != 1,
             f"the activation {self.activation}": self.activation != "silu",
             "norms behind attention and feed-forward": self.has_branch_norms,
             "a scaled embedding": self.embedding_scale != 1.0,
@@ -180,6 +179,10 @@ def config_from_gguf(
                 f"{fields.prefix}{key} is {fields.get(key)}, but heads have {head_dim}"
             )
     num_layers = fields.count("block_count")
+    if num_layers > len(tensors):  # before anything has one entry a layer
+        raise fields.error(
+            f"{fields.prefix}block_count is {num_layers}, but the file has {len(tensors)} tensors"
+        )
     window = fields.number("attention.sliding_window", 0)
     windows = (int(window) if window else None,) * num_layers
     rope = Rope(fields.positive("rope.freq_base", 10000.0), _gguf_rope_scaling(fields))

@@ -1,61 +1,22 @@
-"""The weights of a decoder as float32 tensors, from a GGUF file or a folder of safetensors.
+"""The weights of a decoder as float32 tensors.
 
-Owns: the names of tensors in both formats, the check of every shape, and the fused layout (q, k and v in one matrix, gate
-and up in one). Never: knows what is computed with them. Anything missing or misshapen is one `ModelLoadError` line with the
-file, the tensor and both shapes. A tied output head is the embedding's own tensor, so memory holds it once.
-
-Rows of q and k are in the half-split rotary order of Hugging Face; llama-architecture GGUF files interleave them and are
-put right here.
+Owns: the check of every shape, and the fused layout (q, k and v in one matrix, gate and up in one). Never: knows what is
+computed with them. Anything missing or misshapen is one `ModelLoadError` line with the file, the tensor and both shapes. A
+tied output head is the embedding's own tensor, so memory holds it once.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shmserve.gguf import GGUFError, GGUFFile, unpermute_rows
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
+from shmserve.worker.models.sources import Shape, TensorSource
 
-Shape = tuple[int, ...]
 LoadProgress = Callable[[float], None]
-
-# part -> (name in a GGUF file, name in a Hugging Face checkpoint)
-MODEL_NAMES = {
-    "embedding": ("token_embd.weight", "model.embed_tokens.weight"),
-    "final_norm": ("output_norm.weight", "model.norm.weight"),
-    "head": ("output.weight", "lm_head.weight"),
-}
-LAYER_NAMES = {
-    "attention_norm": ("attn_norm.weight", "input_layernorm.weight"),
-    "q": ("attn_q.weight", "self_attn.q_proj.weight"),
-    "k": ("attn_k.weight", "self_attn.k_proj.weight"),
-    "v": ("attn_v.weight", "self_attn.v_proj.weight"),
-    "q_bias": ("attn_q.bias", "self_attn.q_proj.bias"),
-    "k_bias": ("attn_k.bias", "self_attn.k_proj.bias"),
-    "v_bias": ("attn_v.bias", "self_attn.v_proj.bias"),
-    "q_norm": ("attn_q_norm.weight", "self_attn.q_norm.weight"),
-    "k_norm": ("attn_k_norm.weight", "self_attn.k_norm.weight"),
-    "output": ("attn_output.weight", "self_attn.o_proj.weight"),
-    "output_bias": ("attn_output.bias", "self_attn.o_proj.bias"),
-    "ffn_norm": ("ffn_norm.weight", "post_attention_layernorm.weight"),
-    "gate": ("ffn_gate.weight", "mlp.gate_proj.weight"),
-    "up": ("ffn_up.weight", "mlp.up_proj.weight"),
-    "down": ("ffn_down.weight", "mlp.down_proj.weight"),
-    "attention_branch_norm": ("post_attention_norm.weight", "post_attention_layernorm.weight"),
-    "ffn_branch_norm": ("post_ffw_norm.weight", "post_feedforward_layernorm.weight"),
-}
-BRANCH_NORM_NAMES = {"ffn_norm": "pre_feedforward_layernorm.weight"}
-"""In checkpoints with branch norms, whose post_attention_layernorm is one."""
-
-NORMS = frozenset(part for part in (*MODEL_NAMES, *LAYER_NAMES) if part.endswith("_norm"))
-SAFETENSORS_DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,168 +46,6 @@ class DecoderWeights:
     final_norm: Tensor
     head: Tensor
     rope_factors: Tensor | None
-
-
-class TensorSource(Protocol):
-    """One model's tensors by name."""
-
-    def name(self, part: str, layer: int | None) -> str: ...
-
-    def shape(self, name: str) -> Shape | None:
-        """None where there is no such tensor."""
-
-    def read(self, name: str, part: str) -> Tensor:
-        """The values as float32."""
-
-    def where(self, name: str) -> Path:
-        """The file that has the tensor, or should have it."""
-
-
-class GGUFSource:
-    def __init__(self, file: GGUFFile, config: DecoderConfig) -> None:
-        self._file = file
-        is_interleaved = config.architecture == "llama"
-        self._interleaved_heads = (
-            dict.fromkeys(("q", "q_bias"), config.num_heads)
-            | dict.fromkeys(("k", "k_bias"), config.num_kv_heads)
-            if is_interleaved
-            else {}
-        )
-
-    def name(self, part: str, layer: int | None) -> str:
-        return MODEL_NAMES[part][0] if layer is None else f"blk.{layer}.{LAYER_NAMES[part][0]}"
-
-    def shape(self, name: str) -> Shape | None:
-        info = self._file.tensors.get(name)
-        return None if info is None else tuple(info.shape)
-
-    def read(self, name: str, part: str) -> Tensor:
-        try:
-            values = self._file.array(name)
-        except GGUFError as error:
-            raise ModelLoadError(str(error)) from None
-        if part in self._interleaved_heads:
-            values = unpermute_rows(values, self._interleaved_heads[part])
-        return torch.from_numpy(values)
-
-    def where(self, name: str) -> Path:
-        return self._file.path
-
-
-class SafetensorsSource:
-    """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names.
-
-    Rows of a fused tensor (Phi-3's qkv_proj and gate_up_proj) are a tensor too, called "NAME[first:end]".
-    """
-
-    def __init__(self, folder: Path, config: DecoderConfig) -> None:
-        self._config = config
-        self._rows = _fused_rows(config) if config.has_fused_matrices else {}
-        index = folder / "model.safetensors.index.json"
-        self._single = folder / "model.safetensors"
-        self._handles: dict[Path, Any] = {}
-        self._file_of: dict[str, Path] = {}
-        if index.exists():
-            self._file_of = {name: folder / file for name, file in _weight_map(index).items()}
-        elif self._single.exists():
-            self._file_of = dict.fromkeys(self._open(self._single).keys(), self._single)
-        else:
-            raise ModelLoadError(
-                f"{folder}: has neither model.safetensors nor model.safetensors.index.json"
-            )
-
-    def name(self, part: str, layer: int | None) -> str:
-        if layer is None:
-            return MODEL_NAMES[part][1]
-        name = LAYER_NAMES[part][1]
-        if self._config.has_branch_norms:
-            name = BRANCH_NORM_NAMES.get(part, name)
-        if part in self._rows:
-            fused, first, end, _ = self._rows[part]
-            name = f"{fused}[{first}:{end}]"
-        return f"model.layers.{layer}.{name}"
-
-    def shape(self, name: str) -> Shape | None:
-        whole, first, end = _split(name)
-        path = self._file_of.get(whole)
-        if path is None:
-            return None
-        tensor = self._slice(path, whole)
-        if tensor.get_dtype() not in SAFETENSORS_DTYPES:
-            known = ", ".join(SAFETENSORS_DTYPES)
-            raise ModelLoadError(
-                f"{path}: tensor {whole} has type {tensor.get_dtype()}, which cannot be read (readable: {known})"
-            )
-        shape = tuple(tensor.get_shape())
-        if end is None:
-            return shape
-        num_rows = next(rows[3] for rows in self._rows.values() if whole.endswith(rows[0]))
-        if shape[:1] != (num_rows,):
-            raise ModelLoadError(
-                f"{path}: tensor {whole} has shape {list(shape)}, expected {[num_rows, *shape[1:]]}"
-            )
-        return (end - first, *shape[1:])
-
-    def read(self, name: str, part: str) -> Tensor:
-        whole, first, end = _split(name)
-        path = self._file_of[whole]
-        tensor: Tensor = (
-            self._open(path).get_tensor(whole)
-            if end is None
-            else self._slice(path, whole)[first:end]
-        )
-        tensor = tensor.to(torch.float32)
-        return tensor + self._config.norm_offset if part in NORMS else tensor
-
-    def where(self, name: str) -> Path:
-        return self._file_of.get(_split(name)[0], self._single)
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._handles:
-            try:
-                self._handles[path] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelLoadError(f"{path}: cannot be read: {error}") from None
-        return self._handles[path]
-
-    def _slice(self, path: Path, name: str) -> Any:
-        try:
-            return self._open(path).get_slice(name)
-        except SafetensorError:
-            raise ModelLoadError(
-                f"{path}: tensor {name} is missing, though the index names it"
-            ) from None
-
-
-def _fused_rows(config: DecoderConfig) -> dict[str, tuple[str, int, int, int]]:
-    """part -> (name, first row, end row, all rows of the tensor that it is in)."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv, gate_up = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
-    ffn = config.ffn_size
-    return {
-        "q": (qkv, 0, q, q + 2 * kv),
-        "k": (qkv, q, q + kv, q + 2 * kv),
-        "v": (qkv, q + kv, q + 2 * kv, q + 2 * kv),
-        "gate": (gate_up, 0, ffn, 2 * ffn),
-        "up": (gate_up, ffn, 2 * ffn, 2 * ffn),
-    }
-
-
-def _split(name: str) -> tuple[str, int, int | None]:
-    """The tensor that "NAME" or "NAME[first:end]" means, and its rows; None as end for a whole tensor."""
-    if not name.endswith("]"):
-        return name, 0, None
-    whole, _, rows = name[:-1].rpartition("[")
-    first, _, end = rows.partition(":")
-    return whole, int(first), int(end)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index}: cannot be read: {type(error).__name__}: {error}") from None
 
 
 def load_weights(
@@ -315,6 +114,8 @@ class _Reader:
 
     def stacked(self, layer: int, rows: dict[str, int], rest: Shape) -> Tensor:
         """Several parts under each other in one tensor, each copied to its place as it is read."""
+        for part, size in rows.items():  # before memory is taken for numbers that may be absurd
+            self._found(part, layer, (size, *rest))
         out = torch.empty((sum(rows.values()), *rest), dtype=torch.float32)
         start = 0
         for part, size in rows.items():
@@ -325,7 +126,8 @@ class _Reader:
     def one(self, part: str, layer: int | None, shape: Shape) -> Tensor:
         return self._place(self._read(part, layer, shape))
 
-    def _read(self, part: str, layer: int | None, shape: Shape) -> Tensor:
+    def _found(self, part: str, layer: int | None, shape: Shape) -> str:
+        """The tensor's name; its shape is what it must be."""
         name = self._source.name(part, layer)
         found = self._source.shape(name)
         if found != shape:
@@ -333,7 +135,10 @@ class _Reader:
             raise ModelLoadError(
                 f"{self._source.where(name)}: tensor {name} {what}, expected {list(shape)}"
             )
-        tensor = self._source.read(name, part).contiguous()
+        return name
+
+    def _read(self, part: str, layer: int | None, shape: Shape) -> Tensor:
+        tensor = self._source.read(self._found(part, layer, shape), part).contiguous()
         self._num_read += 1
         self._progress(self._num_read / self._total)
         return tensor

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from shmserve.config import Config, WorkerConfig
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
+from shmserve.token_bytes import TokenBytes
 from shmserve.worker import __main__ as worker_main
 from shmserve.worker.batch import Batch, PromptPart
 from shmserve.worker.cpu.build import KernelsError
@@ -389,6 +390,7 @@ def built(tmp_path, monkeypatch, cache: Path, **worker):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     config = Config(worker=WorkerConfig(kv_cache_bytes=1 << 20, **worker))
     model = toy_model(toy_folder(tmp_path / "model"))
+    TokenBytes.from_list([b"a"] * 50).save(model.folder / "token_bytes.bin")
     stand_in = SimpleNamespace(
         joined=SimpleNamespace(config=config), model=model, progress=lambda what, share: None
     )

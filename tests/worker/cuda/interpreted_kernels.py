@@ -35,7 +35,7 @@ MASKS = ((0, 0.0), (33, 0.0), (0, 7.5), (50, 30.0))
 
 
 def matrix(*axes, stride: int):
-    """Every combination; all but each `stride`-th are slow. A stride coprime to the axes meets each value of each."""
+    """Every combination; all but each `stride`-th are slow. An odd stride meets each value of axes of 2 and 4."""
     cases = enumerate(itertools.product(*axes))
     return [
         pytest.param(*case, marks=() if index % stride == 0 else pytest.mark.slow)
@@ -103,7 +103,7 @@ def test_norm_without_a_residual_works_in_place_and_row_by_row(dtype):
 
 @pytest.mark.parametrize(
     ("dim", "group", "has_norms", "has_bias", "unit_offset"),
-    matrix(DIMS, GROUPS, (False, True), (False, True), (False, True), stride=9),
+    matrix(DIMS, GROUPS, (False, True), (False, True), (False, True), stride=27),
 )
 def test_rotary_writes_queries_and_the_cache(dtype, dim, group, has_norms, has_bias, unit_offset):
     num_kv, count, block = 2, 3, 16
@@ -150,13 +150,13 @@ def scratch_of(rows: int, num_q: int, dim: int, splits: int, tokens: int) -> Dec
     return DecodeScratch(filled, torch.full((rows, num_q, splits), torch.nan), tokens)
 
 
-@pytest.mark.parametrize(("dim", "group", "mask"), matrix(DIMS, GROUPS, MASKS, stride=7))
+@pytest.mark.parametrize(("dim", "group", "mask"), matrix(DIMS, GROUPS, MASKS, stride=13))
 def test_decode_joins_splits_of_all_lengths(dtype, dim, group, mask):
     num_kv = 1 if group == 8 else 2
-    num_q, lengths = num_kv * group, (37, 0, 1, 200, 129, 64)
+    num_q, lengths = num_kv * group, (37, 0, 1, 200, 64)
     k, v, table = paged(dtype, lengths, num_kv, dim, width=16)
-    q, kv_lens, scratch = r(dtype, 6, num_q, dim), ints(*lengths), scratch_of(8, num_q, dim, 4, 64)
-    out, expected = r(dtype, 6, num_q, dim), r(dtype, 6, num_q, dim)
+    q, kv_lens, scratch = r(dtype, 5, num_q, dim), ints(*lengths), scratch_of(8, num_q, dim, 4, 64)
+    out, expected = r(dtype, 5, num_q, dim), r(dtype, 5, num_q, dim)
     KERNELS.decode_attention(q, k, v, table, kv_lens, out, scratch, dim**-0.5, *mask)
     REFERENCE.decode_attention(q, k, v, table, kv_lens, expected, scratch, dim**-0.5, *mask)
     assert_close(out, expected)
@@ -172,7 +172,7 @@ def test_decode_of_a_row_has_the_same_bits_alone_and_in_a_batch(dtype):
     assert_same_bits(alone[0], out[1])
 
 
-@pytest.mark.parametrize(("dim", "group", "mask"), matrix(DIMS, GROUPS, MASKS, stride=7))
+@pytest.mark.parametrize(("dim", "group", "mask"), matrix(DIMS, GROUPS, MASKS, stride=13))
 def test_prefill_attends_ragged_chunks_over_what_the_cache_holds(dtype, dim, group, mask):
     """Whole prompt; nothing; last tokens of a long one; one token; a padding sequence, which has queries and no keys."""
     num_kv = 1 if group == 8 else 2
@@ -187,12 +187,13 @@ def test_prefill_attends_ragged_chunks_over_what_the_cache_holds(dtype, dim, gro
     assert_close(out, expected)
 
 
-def test_prefill_of_a_row_has_the_same_bits_in_any_chunk_and_beside_others(dtype):
+def test_prefill_of_a_row_has_the_same_bits_in_chunks_and_beside_others(dtype):
+    """Chunks of whole tiles, 21 queries of 3 heads each: numpy's products, unlike a GPU's, depend on a row's place in a tile."""
     k, v, table = paged(dtype, (70, 33), 2, 64)
     q = r(dtype, 103, 6, 64)
     whole, parts = r(dtype, 103, 6, 64), r(dtype, 70, 6, 64)
     KERNELS.prefill_attention(q, k, v, table, ints(0, 70, 103), ints(70, 33), whole, 70, 0.1)
-    for first, last in ((0, 19), (19, 64), (64, 70)):
+    for first, last in ((0, 21), (21, 63), (63, 70)):
         chunk = parts[first:last]
         where = (table[:1], ints(0, last - first), ints(last))
         KERNELS.prefill_attention(q[first:last], k, v, *where, chunk, last - first, 0.1)
@@ -208,7 +209,7 @@ def test_gated_mul_is_silu_or_gelu_of_the_gate_times_up(dtype, width, gelu):
     assert_close(out, expected)
 
 
-@pytest.mark.parametrize("depth", [128, 200, 1000])
+@pytest.mark.parametrize("depth", [128, 200])
 @pytest.mark.parametrize("rows", [1, 5, 8])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gemv_is_a_product_whose_rows_do_not_know_each_other(dtype, depth, rows, has_bias):
@@ -247,7 +248,7 @@ SEEDS = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 123_456_789_012, -77, 40])
 POSITIONS = ints(0, 1, 2, 131_071, 5, 6, 7, 2**30)
 
 
-@pytest.mark.parametrize("vocab", [300, 4096, 9001])
+@pytest.mark.parametrize("vocab", [300, 9001])
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_sample_draws_the_ids_of_a_float64_philox(dtype, vocab, temperature):
     logits = r(dtype, 8, vocab) * 2
@@ -277,10 +278,10 @@ def test_sample_draws_what_the_sampler_of_the_cpu_draws_for_the_same_seed_and_po
 
 
 def test_sample_with_min_p_draws_only_likely_ids():
-    logits = torch.zeros(40, 500)
+    logits = torch.zeros(24, 500)
     logits[:, 17], logits[:, 444] = 5.0, 4.5
     assert set(drawn(logits, 2.0, 0.2)[0]) == {17, 444}
-    assert len(set(drawn(logits, 2.0, 0.0)[0]) - {17, 444}) > 10
+    assert len(set(drawn(logits, 2.0, 0.0)[0]) - {17, 444}) > 5
 
 
 @pytest.mark.parametrize("ties", [(3, 4), (4095, 4096), (0, 9000), (5000, 8999)])
@@ -303,7 +304,7 @@ def test_sample_flags_rows_without_a_distribution_and_only_those(dtype, temperat
 
 
 def test_sample_never_draws_a_banned_id():
-    logits = torch.zeros(60, 6000)
+    logits = torch.zeros(40, 4100)
     logits[:, 5:] = -torch.inf
     ids = drawn(logits, 3.0)[0]
     assert set(ids) == {0, 1, 2, 3, 4}
