@@ -32,7 +32,12 @@ any_text = st.text(
 
 def ended(reason, **more):
     record = pack_finish(TokenKind.FINISH, 1, time_ns=1, step=1, finish=reason, **more)
-    return SimpleNamespace(finish=unpack_finish(record), req_id=0xAB, error=None)
+    return SimpleNamespace(
+        finish=unpack_finish(record),
+        req_id=0xAB,
+        error=None,
+        matched_stop=lambda stops: stops[more["matched_stop"]].decode(),
+    )
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

@@ -232,7 +232,7 @@ def with_body(*sections: tuple[int, bytes], length: int | None = None) -> bytes:
         (with_body((3, b"abcde")), "no whole ids"),
         (with_body((5, b"abcd")), "no whole pairs"),
         (with_body((2, b"")), "empty stop"),
-        (with_body((4, b"a+")), "unknown section 4"),
+        (with_body((6, b"")), "unknown section 6"),
         (with_body((0, b"")), "unknown section 0"),
         (with_body((11, b"")), "unknown section 11"),
         (with_body(length=2**32 - 1), "bytes of sections"),

@@ -218,7 +218,7 @@ def plain(request, runner, ids_of):
         {"caches": True, "num_blocks": 12},
         {"caches": False, "num_blocks": 12},
         {"caches": True, "preempts_each_step": True},
-        {"caches": False, "preempts_each_step": True},
+        pytest.param({"caches": False, "preempts_each_step": True}, marks=pytest.mark.slow),
     ],
     ids=["cached", "chunks", "few blocks", "recomputed", "preempted at each", "recomputed at each"],
 )

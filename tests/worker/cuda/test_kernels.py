@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-pytestmark = [pytest.mark.triton, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CASES = Path(__file__).with_name("interpreted_kernels.py")
 OPERATIONS = ("embed", "norm", "rotary", "decode", "prefill", "gated_mul", "gemv", "sample")

@@ -340,6 +340,7 @@ print(t.generated(runner, t.PROMPTS, t.state_of(), 3))
 FEW = {"max_num_seqs": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 def test_interpreted_kernels_give_the_tokens_of_the_torch_runner(model, expected):
     """In a process of its own: triton reads the variable when it is imported."""
