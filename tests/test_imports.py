@@ -139,6 +139,7 @@ def test_each_module_can_be_imported_alone() -> None:
     run_python("-c", IMPORT_EACH, "numpy,msgspec", ",".join(modules))
 
 
+@pytest.mark.slow
 def test_each_torch_module_can_be_imported_alone() -> None:
     modules = [m for m in MODULES if is_torch_module(m)]
     run_python("-W", "default", "-c", IMPORT_EACH, "torch", ",".join(modules))

@@ -204,7 +204,7 @@ def ids_of(default_model):
     return lambda text: tokenizer.encode(text).ids
 
 
-@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "drawn"])
+@pytest.fixture(scope="module", params=[0.0, pytest.param(1.0, marks=pytest.mark.slow)], ids=["greedy", "drawn"])
 def plain(request, runner, ids_of):
     """Without the cache and with room for everybody."""
     return request.param, conversations(runner, ids_of, temperature=request.param, caches=False)
