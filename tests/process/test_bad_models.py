@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Any]
 HIDDEN = 32
 

@@ -15,6 +15,8 @@ from gpu_speed import TOY
 
 from shmserve.worker.cuda.ops import REFERENCE
 
+pytestmark = pytest.mark.slow
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_gpu.py"
 CPU = torch.device("cpu")
 

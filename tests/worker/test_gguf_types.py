@@ -15,6 +15,8 @@ from shmserve.worker.models.config import ModelLoadError
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.torch_runner import TorchRunner, open_model
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, FFN, HEADS, KV_HEADS, LAYERS, BLOCK = 256, 512, 4, 2, 2, 16
 SIZES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
 TOKENS = np.random.default_rng(5).integers(0, 262, 24).astype(np.int32)

@@ -12,6 +12,8 @@ from shmserve.worker.cpu.runner import CpuRunner
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.sequence import Sequence
 
+pytestmark = pytest.mark.slow
+
 # -- through the engine ----------------------------------------------------------------------------------------------------
 
 PROMPT = tuple(3 + at % 7 for at in range(17))  # four blocks of four, and one token
@@ -204,7 +206,9 @@ def ids_of(default_model):
     return lambda text: tokenizer.encode(text).ids
 
 
-@pytest.fixture(scope="module", params=[0.0, pytest.param(1.0, marks=pytest.mark.slow)], ids=["greedy", "drawn"])
+@pytest.fixture(
+    scope="module", params=[0.0, pytest.param(1.0, marks=pytest.mark.slow)], ids=["greedy", "drawn"]
+)
 def plain(request, runner, ids_of):
     """Without the cache and with room for everybody."""
     return request.param, conversations(runner, ids_of, temperature=request.param, caches=False)

@@ -10,6 +10,8 @@ from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.sequence import Sequence
 from shmserve.worker.stopping import StopConditions
 
+pytestmark = pytest.mark.slow
+
 NOTE = "The red boat left at 7:15 with 3 crates of lemons. The blue boat left at 8:40 with 12 crates of limes.\n"
 
 

@@ -167,7 +167,11 @@ KERNELS = {
 
 
 SLOW = pytest.mark.slow
-ARCHITECTURES = [pytest.param(80, marks=SLOW), pytest.param(87, marks=SLOW), pytest.param(90, marks=SLOW)]
+ARCHITECTURES = [
+    pytest.param(80, marks=SLOW),
+    pytest.param(87, marks=SLOW),
+    pytest.param(90, marks=SLOW),
+]
 ARCHITECTURES += [pytest.param(120, marks=SLOW)]
 """90 has instructions of its own, 120 the least shared memory. About 10 s each."""
 

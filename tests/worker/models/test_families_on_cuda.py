@@ -10,6 +10,8 @@ from shmserve.worker.cuda.ops import REFERENCE
 from shmserve.worker.cuda.runner import CudaRunner
 from shmserve.worker.sampling_state import SamplingState
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = [9, 3, 12]
 
 

@@ -33,6 +33,8 @@ from shmserve.worker.models.weights import DecoderWeights, LayerWeights
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.torch_runner import TorchRunner
 
+pytestmark = pytest.mark.slow
+
 MOST_ERROR = 0.08
 """Root mean square of the logits' differences, relative to the logits: the kernels round activations to 8 bits. Measured: 0.033 to
 0.055; a feature of the family that is left out gives 0.35 and more."""
