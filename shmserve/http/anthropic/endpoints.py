@@ -12,9 +12,10 @@ from shmserve.http import fields
 from shmserve.http.anthropic.formats import MessageChoice, MessageStream
 from shmserve.http.anthropic.schemas import CountRequest, MessagesRequest, chat_request
 from shmserve.http.chat import chat_prompt, plan_chat
-from shmserve.http.front_end import FrontEnd, Generation, Wanted
+from shmserve.http.front_end import FrontEnd, Wanted
+from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.endpoints import response_headers
-from shmserve.http.stream import Choice, SseStream
+from shmserve.http.single import answer_single
 
 
 async def messages(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
@@ -47,32 +48,15 @@ async def messages(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         vocab_size=vocab_size,
     )
     salt = fields.cache_salt(parsed.cache_salt)
-    wanted = [Wanted(ids, params, salt, chat.shows)]
     headers = response_headers(request, parsed.request_id, ignored)
-    async with Generation(front, request, wanted, headers.get("X-Request-Id", "")) as generation:
-        (entry,) = generation.entries
+
+    def formats_of(entry: InFlight) -> tuple[MessageChoice, MessageStream]:
         splitter = chat.new_splitter() if chat.new_splitter is not None else None
-        message = MessageChoice(
-            f"msg_{entry.req_id:016x}", front.served_name, params, entry, splitter
-        )
-        if parsed.stream:
-            choice = Choice(entry, generation.text_stream(0), generation.pieces(0), message)
-            stream = SseStream(
-                request,
-                front.client,
-                front.config.http,
-                front.turnstile,
-                generation.signal,
-                [choice],
-                MessageStream(),
-                headers,
-            )
-            return await stream.run()
-        await generation.finish()
-        whole = message.whole(generation.parts_of(0))
-    return web.Response(
-        body=msgspec.json.encode(whole), content_type="application/json", headers=headers
-    )
+        name = f"msg_{entry.req_id:016x}"
+        return MessageChoice(name, front.served_name, params, entry, splitter), MessageStream()
+
+    want = Wanted(ids, params, salt, chat.shows)
+    return await answer_single(front, request, want, headers, bool(parsed.stream), formats_of)
 
 
 async def count_tokens(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:

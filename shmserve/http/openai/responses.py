@@ -15,11 +15,12 @@ from aiohttp import web
 from shmserve.http import fields
 from shmserve.http.chat import plan_chat
 from shmserve.http.errors import ApiError, bad_field
-from shmserve.http.front_end import FrontEnd, Generation, Wanted
+from shmserve.http.front_end import FrontEnd, Wanted
+from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.endpoints import response_headers
 from shmserve.http.openai.response_items import ResponseChoice
 from shmserve.http.openai.schemas import ChatRequest
-from shmserve.http.stream import Choice, SseStream
+from shmserve.http.single import answer_single
 
 
 class ResponsesRequest(msgspec.Struct):
@@ -99,31 +100,16 @@ async def responses(front: FrontEnd, request: web.Request, body: bytes) -> web.S
         priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
         vocab_size=vocab_size,
     )
-    wanted = [Wanted(ids, params, fields.cache_salt(parsed.cache_salt), chat.shows)]
     headers = response_headers(request, parsed.request_id, ignored)
-    async with Generation(front, request, wanted, headers.get("X-Request-Id", "")) as generation:
-        (entry,) = generation.entries
+
+    def formats_of(entry: InFlight) -> tuple[ResponseChoice, ResponseChoice]:
         splitter = chat.new_splitter() if chat.new_splitter is not None else None
         head = _head(front, parsed, f"resp_{entry.req_id:016x}")
         response = ResponseChoice(head, entry, splitter)
-        if parsed.stream:
-            choice = Choice(entry, generation.text_stream(0), generation.pieces(0), response)
-            stream = SseStream(
-                request,
-                front.client,
-                front.config.http,
-                front.turnstile,
-                generation.signal,
-                [choice],
-                response,
-                headers,
-            )
-            return await stream.run()
-        await generation.finish()
-        whole = response.whole(generation.parts_of(0))
-    return web.Response(
-        body=msgspec.json.encode(whole), content_type="application/json", headers=headers
-    )
+        return response, response
+
+    want = Wanted(ids, params, fields.cache_salt(parsed.cache_salt), chat.shows)
+    return await answer_single(front, request, want, headers, bool(parsed.stream), formats_of)
 
 
 def _head(front: FrontEnd, parsed: ResponsesRequest, response_id: str) -> dict[str, Any]:

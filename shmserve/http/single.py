@@ -1,0 +1,51 @@
+"""The answer of an API whose responses have one completion: submitted, then streamed or whole. Event loop's thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from shmserve.http.front_end import FrontEnd, Generation, Wanted
+from shmserve.http.in_flight import InFlight
+from shmserve.http.stream import Choice, ChoiceFormat, ResponseFormat, SseStream
+
+
+class SingleFormat(ChoiceFormat, Protocol):
+    def whole(self, parts: Sequence[tuple[str, Sequence[int]]]) -> dict[str, Any]:
+        """The object of an answer that is not streamed."""
+
+
+async def answer_single(
+    front: FrontEnd,
+    request: web.Request,
+    want: Wanted,
+    headers: dict[str, str],
+    is_streamed: bool,
+    formats_of: Callable[[InFlight], tuple[SingleFormat, ResponseFormat]],
+) -> web.StreamResponse:
+    """`formats_of(entry)`: how the completion looks, and what stands around it."""
+    external_id = headers.get("X-Request-Id", "")
+    async with Generation(front, request, [want], external_id) as generation:
+        (entry,) = generation.entries
+        single, around = formats_of(entry)
+        if is_streamed:
+            choice = Choice(entry, generation.text_stream(0), generation.pieces(0), single)
+            stream = SseStream(
+                request,
+                front.client,
+                front.config.http,
+                front.turnstile,
+                generation.signal,
+                [choice],
+                around,
+                headers,
+            )
+            return await stream.run()
+        await generation.finish()
+        whole = single.whole(generation.parts_of(0))
+    return web.Response(
+        body=msgspec.json.encode(whole), content_type="application/json", headers=headers
+    )
