@@ -16,6 +16,7 @@ inside.
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 from bench_common import (
@@ -36,7 +38,7 @@ from bench_common import (
     print_table,
     write_json,
 )
-from engine_servers import Load, Server, our_server, run
+from engine_servers import IGNORE_EOS, Load, Server, our_server, run
 
 BATCHES = "1:7,4:1,8:5,16:5,32:1"
 FIGURES = "tokens_per_s ttft_p50_ms tpot_p50_ms decode_tokens_per_s"
@@ -175,6 +177,12 @@ def measure_neighbour(ours: Server, load: Load, num_pairs: int) -> Row:
     "--peer-model", default="", help="name for the peers' bodies; the first they list if empty"
 )
 @click.option(
+    "--peer-extra",
+    default=json.dumps(IGNORE_EOS),
+    show_default=True,
+    help="JSON merged into the peers' bodies; {} for one that refuses ignore_eos (its model must not end by itself)",
+)
+@click.option(
     "--batches", "grid", callback=batches, default=BATCHES, show_default=True, help="BATCH:PAIRS"
 )
 @click.option("--prompt-tokens", default=512, show_default=True)
@@ -191,6 +199,7 @@ def main(
     our_url: str,
     peers: tuple[tuple[str, str, str], ...],
     peer_model: str,
+    peer_extra: str,
     grid: tuple[tuple[int, int], ...],
     prompt_tokens: int,
     num_tokens: int,
@@ -199,6 +208,10 @@ def main(
     json_path: str | None,
 ) -> None:
     end_on_sigterm()
+    try:
+        extra: dict[str, Any] = json.loads(peer_extra)
+    except ValueError as error:
+        raise click.BadParameter(f"--peer-extra is no JSON: {error}") from error
     most = max(batch for batch, _ in grid)
     rows: list[Row] = []
     ratios: list[Row] = []
@@ -211,7 +224,7 @@ def main(
         )
         ours = stack.enter_context(own)
         others = [
-            stack.enter_context(Server(*peer[:2], shlex.split(peer[2]), folder, peer_model))
+            stack.enter_context(Server(*peer[:2], shlex.split(peer[2]), folder, peer_model, extra))
             for peer in peers
         ]
         for server in (ours, *others):

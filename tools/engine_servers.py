@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from shmserve.loadgen import COMPLETIONS_PATH, LoadSpec, RequestResult, run_load
 
 STOP_GRACE_S = 15.0
 START_TIMEOUT_S = 300.0
+IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True}
 WORDS = (
     "time people way day man world life hand part child eye woman place work week case point company number group problem "
     "fact water room mother area money story month lot right study book word business issue side kind head house service "
@@ -55,12 +56,18 @@ def make_prompts(num_prompts: int, num_tokens: int, seed: int) -> tuple[str, ...
 
 
 class Server:
-    """A server at `url`; `command` starts it, and an empty one means that it runs already."""
+    """A server at `url`; `command` starts it, and an empty one means that it runs already. `extra` goes into every body."""
 
     def __init__(
-        self, name: str, url: str, command: Sequence[str], folder: Path, model: str = ""
+        self,
+        name: str,
+        url: str,
+        command: Sequence[str],
+        folder: Path,
+        model: str = "",
+        extra: Mapping[str, Any] = IGNORE_EOS,
     ) -> None:
-        self.name, self.url, self.model = name, url.rstrip("/"), model
+        self.name, self.url, self.model, self.extra = name, url.rstrip("/"), model, extra
         self._command = list(command)
         self._output = folder / f"{name}-output.txt"
         self._process: subprocess.Popen[bytes] | None = None
@@ -169,7 +176,7 @@ def run(server: Server, load: Load) -> Row:
         num_requests=load.batch,
         concurrency=load.batch,
         path=COMPLETIONS_PATH,
-        extra={"ignore_eos": True, "temperature": 0},
+        extra={"temperature": 0, **server.extra},
     )
     report = asyncio.run(run_load(spec))
     failed = [result for result in report.results if not is_whole(result)]
