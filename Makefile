@@ -19,12 +19,15 @@ demo: $(VENV)/.run
 serve: $(VENV)/.run
 	exec $(PY) -m shmserve start
 
+# Files go to two processes as these get free, in the order of tests/conftest.py: the longest first.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 # And the tests that take long. What later needs more than a venv (browser, clients, systemd) hangs on this target.
 test-all: $(VENV)/.clients
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PYTEST) --hypothesis-profile=full
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

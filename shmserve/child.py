@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from shmserve.config import Config
 from shmserve.control import ControlLink
+from shmserve.log_writer import LogWriter, install
 from shmserve.rings.board import Board
 from shmserve.rings.segment import Segment
 
@@ -32,6 +33,7 @@ class Joined:
     index: int
     epoch: int
     board: Board
+    log: LogWriter
 
 
 def join(role: str, argv: list[str]) -> Joined:
@@ -62,18 +64,20 @@ def join(role: str, argv: list[str]) -> Joined:
         sys.exit(f"shmserve {role}: error: the supervisor did not welcome us: {reason}")
     message, fds = received
     config = Config.from_builtins(message["config"])
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s {role}[{message['index']}] %(message)s",
-        stream=sys.stderr,
-    )
+    log = install(f"{role}[{message['index']}]", config.log_level, config.log_format)
     board = Board(
         Segment.from_fd(
             Board.name(message["instance"], message["epoch"], role, message["index"]), fds[0]
         )
     )
     board["pid"] = os.getpid()
-    return Joined(link, config, message["instance"], message["index"], message["epoch"], board)
+    log.show_on(board)
+    return Joined(link, config, message["instance"], message["index"], message["epoch"], board, log)
+
+
+def wake_with_parents_end() -> None:
+    """Be continued by the kernel when the parent dies: who is stopped then could neither see it nor end."""
+    _ask_for_signal(signal.SIGCONT)
 
 
 def die_with_parent() -> None:
@@ -82,8 +86,12 @@ def die_with_parent() -> None:
     The signal follows the parent's *thread* that started us: the supervisor's main thread.
     """
     parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        logging.warning("prctl(PR_SET_PDEATHSIG) failed: errno %d", ctypes.get_errno())
+    _ask_for_signal(signal.SIGKILL)
     if os.getppid() != parent:  # it died between the two calls
         os._exit(0)
+
+
+def _ask_for_signal(number: signal.Signals) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+        logging.warning("prctl(PR_SET_PDEATHSIG) failed: errno %d", ctypes.get_errno())

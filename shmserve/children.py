@@ -42,8 +42,9 @@ def child_command(role: str, control: str) -> list[str]:
 
 def child_environment(role: str, environ: Mapping[str, str]) -> dict[str, str]:
     """What a child of `role` finds in its environment."""
+    keys = ("SHMSERVE_API_KEY", "SHMSERVE_ADMIN_KEY")  # they need the digests only
     own = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS")
-    env = {key: value for key, value in environ.items() if key not in own}
+    env = {key: value for key, value in environ.items() if key not in own + keys}
     if role == WORKER:
         # Idle OpenMP threads sleep instead of spinning; read once, when torch is loaded.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -82,11 +83,13 @@ class Child:
         self.pid = pid
         self.is_ready = False
         self.has_drained = False
+        self.num_cut: int | None = None  # by its own word, at its end
         self.is_link_open = True
         self.stopped_ns = 0
         self.grace_ns = time.monotonic_ns()
         self.failure = ""  # the child's own last words
         self.kill_reason = ""
+        self._kill_cause = ""
         self._process = process
         self._pidfd = pidfd
         link.set_nonblocking()
@@ -149,7 +152,7 @@ class Child:
         try:
             self.link.send(message, fds)
         except BlockingIOError:
-            self.kill("it does not read its control link")
+            self.kill("it does not read its control link", "protocol")
         except OSError:
             return  # gone: its end of file and its exit status are on their way
 
@@ -161,7 +164,7 @@ class Child:
             except BlockingIOError:
                 return
             except (OSError, ControlError) as error:
-                self.kill(f"it broke its control link: {error}")
+                self.kill(f"it broke its control link: {error}", "protocol")
                 self.is_link_open = False
                 return
             if received is None:
@@ -182,6 +185,16 @@ class Child:
         if code < 0:
             return self._explain(f"killed by {signal.Signals(-code).name}")
         return self._explain(f"exited with code {code}")
+
+    @property
+    def death_cause(self) -> str:
+        """Why it is gone, as one of DEATH_CAUSES. Only of one that is."""
+        if self._kill_cause:
+            return self._kill_cause
+        if self.failure:
+            return "failed"
+        code = self._process.returncode if self._process is not None else 0
+        return "signal" if code < 0 else "exit"
 
     def _explain(self, how: str) -> str:
         why = self.failure or self.kill_reason
@@ -207,15 +220,16 @@ class Child:
             heartbeat_ns=board["heartbeat_ns"],
             phase=board["phase"],
             phase_since_ns=board["phase_since_ns"],
-            slowest_step_ns=board["slowest_step_ns"] if self.role == WORKER else 0,
+            expected_step_ns=board["expected_step_ns"] if self.role == WORKER else 0,
             grace_ns=self.grace_ns,
             stopped_ns=self.stopped_ns,
             is_ready=self.is_ready,
         )
 
-    def kill(self, reason: str = "") -> None:
-        """SIGKILL. The reason is what its death will be explained by."""
+    def kill(self, reason: str = "", cause: str = "") -> None:
+        """SIGKILL. The reason is what its death will be explained by, the cause (of DEATH_CAUSES) what it counts as."""
         self.kill_reason = self.kill_reason or reason
+        self._kill_cause = self._kill_cause or cause
         if self._process is not None:
             self._process.kill()
             return

@@ -6,10 +6,8 @@ while a model was prepared. Never: imports what a command does not need: each im
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,10 +15,13 @@ from typing import Any
 import click
 
 from shmserve import __version__
+from shmserve.commands.bench import bench
+from shmserve.commands.chat import chat
+from shmserve.commands.dumping import dump
+from shmserve.commands.instances import COMMANDS
+from shmserve.commands.unit import unit
 from shmserve.config import Config, ConfigError
 from shmserve.settings import build_config, start_options
-
-ANSWER_TIMEOUT_S = 5.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,20 +38,50 @@ def cli() -> None:
     multiple=True,
     help="Do not start this role: wait until one started by hand joins.",
 )
+@click.option(
+    "--daemon",
+    is_flag=True,
+    allow_from_autoenv=False,  # the server in the background would start another
+    help="Serve in the background; return when ready. Logs to <state directory>/<instance>.log.",
+)
+@click.option(
+    "--print-limits",
+    is_flag=True,
+    allow_from_autoenv=False,
+    help="Print the most memory that this would take, and from what it adds up; start nothing.",
+)
 @click.pass_context
-def start(ctx: click.Context, /, external: tuple[str, ...], **values: Any) -> int:
-    """Serve in the foreground until SIGTERM or Ctrl-C.
+def start(
+    ctx: click.Context,
+    /,
+    external: tuple[str, ...],
+    daemon: bool,
+    print_limits: bool,
+    **values: Any,
+) -> int | None:
+    """Serve until SIGTERM or Ctrl-C; with --daemon in the background, until `shmserve stop`.
 
     Every option is also a variable (SHMSERVE_PORT) and a key of --config FILE. One signal drains: no new requests, those in
     flight finish; a second ends at once.
     """
+    from shmserve.log_file import redirect_stderr
     from shmserve.progress import Reporter
     from shmserve.supervisor import Supervisor
 
-    def is_default(key: str) -> bool:
-        return ctx.get_parameter_source(key) is click.core.ParameterSource.DEFAULT
+    config = config_of(ctx)
+    if print_limits:
+        from shmserve.commands.limits import limits_table
 
-    config = build_config(values, is_default)
+        reporter = Reporter(sys.stderr, is_quiet=True)
+        click.echo(limits_table(_prepare_model(config, reporter)))
+        return None
+    if daemon:
+        from shmserve.commands.restarting import start_in_background
+
+        click.echo(start_in_background(config, ctx.obj, sys.stderr))
+        return None
+    if config.log_file:
+        redirect_stderr(config.log_file)
     reporter = Reporter(sys.stderr, is_quiet=config.log_level in ("warning", "error"))
     supervisor = Supervisor(
         config,
@@ -60,6 +91,15 @@ def start(ctx: click.Context, /, external: tuple[str, ...], **values: Any) -> in
         external=frozenset(external),
     )
     return supervisor.run()
+
+
+def config_of(ctx: click.Context) -> Config:
+    """What the options of a `start` say. Raises ConfigError."""
+
+    def is_default(key: str) -> bool:
+        return ctx.get_parameter_source(key) is click.core.ParameterSource.DEFAULT
+
+    return build_config(ctx.params, is_default)
 
 
 def _prepare_model(config: Config, progress: Callable[[str, float | None], None]) -> Config:
@@ -100,28 +140,6 @@ def prepare(model: str) -> None:
     click.echo(str(prepared.folder))
 
 
-def _instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    command = click.option("--port", type=int, help="The instance that serves this port.")(command)
-    return click.option("--instance", default="", help="The instance of this name.")(command)
-
-
-def _find_instance(instance: str, port: int | None) -> tuple[str, str]:
-    """(runtime directory, name) of the one that is meant: by name, by port, or the only one that runs."""
-    from shmserve.instance_socket import InstanceError, instances, runtime_dir
-
-    directory = runtime_dir(os.environ)
-    if instance or port is not None:
-        return directory, instance or f"{os.getuid()}-{port}"
-    running = instances(directory)
-    if len(running) != 1:
-        raise InstanceError(
-            f"several instances run, say which: --instance {' | '.join(running)}"
-            if running
-            else "no instance is running"
-        )
-    return directory, running[0]
-
-
 @cli.command()
 @click.option("--prompt", default="", help="What to ask; a question about the sky if empty.")
 @click.option("--max-tokens", type=click.IntRange(1), default=160, show_default=True)
@@ -132,98 +150,15 @@ def demo(prompt: str, max_tokens: int) -> int:
     return run(prompt or PROMPT, max_tokens)
 
 
-@cli.command()
-@_instance_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def status(instance: str, port: int | None, as_json: bool) -> None:
-    """Show processes, phases and rings of a running instance."""
-    from shmserve.instance_socket import ask
-
-    directory, name = _find_instance(instance, port)
-    answer = ask(directory, name, {"type": "status"}, ANSWER_TIMEOUT_S)
-    answer["rings"] = _ring_rows(name)
-    if as_json:
-        click.echo(json.dumps(answer, indent=2))
-        return
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(answer["since"]))
-    click.echo(f"instance {name}: {answer['state']} since {since}, pid {answer['pid']}")
-    click.echo(f"serving {answer['model']} on {answer['url']}, {answer['in_flight']} in flight")
-    for child in answer["children"]:
-        details = [f"pid {child['pid'] or '-'}", child["state"]]
-        details += [child["phase"]] if child.get("phase") else []
-        details += [child["reason"]] if child["reason"] else []
-        details += [f"{child['deaths']} died before"] if child["deaths"] else []
-        click.echo(f"{child['role']} {child['index']}: {', '.join(details)}")
-    for row in answer["rings"]:
-        ends = [] if row["has_producer"] else ["no producer"]
-        ends += [] if row["has_consumer"] else ["no consumer"]
-        depth = f"depth {row['depth']} of {row['capacity']}, high water {row['high_water']}"
-        click.echo(f"ring {row['name']}: {', '.join([depth, *ends])}")
-
-
-def _ring_rows(instance: str) -> list[dict[str, Any]]:
-    from shmserve.rings.observe import RingView, rings_of
-    from shmserve.rings.segment import SegmentError
-
-    rows = []
-    for name in rings_of(instance):
-        try:
-            view = RingView(name)
-        except SegmentError:
-            continue  # its channel was closed since we listed it
-        stats = view.stats()
-        view.close()
-        rows.append(
-            {
-                "name": name,
-                "depth": stats.depth,
-                "capacity": stats.capacity,
-                "high_water": stats.producer["high_water"],
-                "has_producer": stats.has_producer,
-                "has_consumer": stats.has_consumer,
-            }
-        )
-    return rows
-
-
-def _end(instance: str, port: int | None, how: str) -> None:
-    from shmserve.instance_socket import ask
-
-    directory, name = _find_instance(instance, port)
-    answer = ask(directory, name, {"type": how}, ANSWER_TIMEOUT_S, until_gone=True)
-    click.echo(f"shmserve: instance {name} (pid {answer['pid']}) has ended", err=True)
-
-
-@cli.command()
-@_instance_options
-def stop(instance: str, port: int | None) -> None:
-    """End an instance now; requests in flight get an error. Returns when it has ended."""
-    _end(instance, port, "stop")
-
-
-@cli.command()
-@_instance_options
-def drain(instance: str, port: int | None) -> None:
-    """End an instance when its requests in flight have finished. Returns when it has ended."""
-    _end(instance, port, "drain")
-
-
-@cli.command()
-def sweep() -> None:
-    """Remove what killed instances left behind; print its names."""
-    from shmserve.instance_socket import runtime_dir, sweep_stale
-    from shmserve.rings.segment import sweep as sweep_segments
-
-    for name in sweep_segments("shmserve."):
-        click.echo(f"/dev/shm{name}")
-    for name in sweep_stale(runtime_dir(os.environ)):
-        click.echo(f"instance {name}")
+for _command in (*COMMANDS, dump, unit, chat, bench):
+    cli.add_command(_command)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. The entry point of the package."""
     try:
-        result = cli.main(args=args, prog_name="shmserve", standalone_mode=False)
+        args = sys.argv[1:] if args is None else list(args)
+        result = cli.main(args=args, obj=args, prog_name="shmserve", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as leaving:
         return leaving.exit_code
@@ -237,7 +172,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _is_for_the_operator(error):
             raise
-        return _fail(getattr(error, "strerror", None) or str(error), 1)
+        return _fail(getattr(error, "strerror", None) or str(error), getattr(error, "code", 1))
 
 
 def _is_for_the_operator(error: Exception) -> bool:
@@ -247,11 +182,19 @@ def _is_for_the_operator(error: Exception) -> bool:
     """
     return type(error).__name__ in (
         "ConfigError",
+        "DaemonError",
+        "DumpError",
         "InstanceError",
         "ListenError",
+        "LoadFileError",
+        "LogError",
         "ModelError",
+        "NotListeningError",
+        "PlotError",
         "SegmentError",
         "SupervisorError",
+        "TargetError",
+        "TurnError",
     )
 
 

@@ -16,7 +16,23 @@ import msgspec
 from shmserve.request import MOST_SPECULATIVE_TOKENS
 
 Policy = Literal["coalesce", "block", "drop"]
+LogFormat = Literal["text", "json"]
+Routing = Literal["affinity", "least-busy", "round-robin"]
 RunnerName = Literal["auto", "cpu", "cuda", "torch", "hf", "simulated"]
+CpuPrecision = Literal["auto", "fp32", "bf16", "int8"]
+PRECISIONS_OF: dict[str, tuple[str, ...]] = {
+    "auto": ("fp32", "bf16", "int8"),
+    "cpu": ("int8",),
+    "torch": ("fp32", "bf16"),
+    "hf": ("fp32",),
+    "cuda": (),
+    "simulated": (),
+}
+"""Values of --cpu-precision that each runner can be told, beside auto."""
+
+
+MOST_ROUTING_BLOCKS = 65_536
+"""Blocks of prompts of which a front end remembers who was sent them, where there are several workers."""
 
 
 class ConfigError(ValueError):
@@ -53,9 +69,13 @@ class WorkerConfig:
     """The engine. Zero means "choose": threads by the cores, KV memory by the free memory."""
 
     runner: RunnerName = "auto"
+    cpu_precision: CpuPrecision = "auto"  # of matrices; auto: what the runner is fastest in
     step_ms: float = 4.48  # simulated runner: period of a step
     script: str = ""  # simulated runner: JSON file of scripted token ids per request
     max_num_seqs: int = 32
+    max_running_requests: int = 0  # of max_num_seqs, at most; 0: all of them
+    waiting_timeout_s: float = 0.0  # 0: none
+    running_timeout_s: float = 0.0
     max_num_batched_tokens: int = 512
     block_size: int = 16
     kv_cache_bytes: int = 0
@@ -65,6 +85,11 @@ class WorkerConfig:
     num_threads: int = 0
     num_speculative_tokens: int = 0  # of a request that does not say it
     emission_log: str = ""
+
+    @property
+    def run_slots(self) -> int:
+        """Sequences that a worker computes at once."""
+        return min(self.max_running_requests or self.max_num_seqs, self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +101,11 @@ class HttpConfig:
     uds: str = ""
     backlog: int = 1_024
     max_body_bytes: int = 32 * 1024 * 1024
+    max_bodies_bytes: int = 64 * 1024 * 1024  # of all requests together
     max_queued_requests: int = 256
+    max_queued_tokens: int = 0  # prompt tokens; 0: as many as the requests have
+    queue_full_status: int = 503
+    max_concurrent_connections: int = 4_096
     tokenizer_threads: int = 2
     headers_after_s: float = 15.0
     keep_alive_s: float = 15.0
@@ -85,6 +114,30 @@ class HttpConfig:
     slow_client_bytes: int = 65_536
     slow_client_seconds: float = 60.0
     owned_by: str = "sglang"
+    # Who may ask (http/security.py). The keys are SHA-256 digests in hex; a key itself is in no Config.
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: str = ""
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key_file: str = ""
+    metrics_without_key: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    ssl_keyfile_password_file: str = ""
+    ssl_ca_certs: str = ""
+    request_timeout_s: float = 60.0  # for a request's head, and again for its body
+    idle_timeout_s: float = 75.0  # between requests of one connection
+    log_prompts: bool = False
+    ui: bool = True
+    trust_request_chat_template: bool = False
+    routing: Routing = "affinity"  # which worker computes a request (http/routing.py)
+    affinity_margin: int = 0  # sequences; 0: an eighth of the run slots
+
+    @property
+    def bodies_bytes(self) -> int:
+        """What the bodies of all requests may take together: room for the largest one, at least."""
+        return max(self.max_bodies_bytes, self.max_body_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +150,20 @@ class Config:
     drain_timeout_s: float = 30.0
     hang_timeout_s: float = 60.0
     log_level: str = "info"
+    log_format: LogFormat = "text"
+    log_requests: bool = True
+    log_file: str = ""  # instead of stderr
+    log_max_bytes: int = 16 * 1024 * 1024
+    crash_dump: bool = True  # what the rings held when a child died, to the state directory
     model: ModelConfig = field(default_factory=ModelConfig)
     rings: RingConfig = field(default_factory=RingConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
+
+    @property
+    def affinity_margin(self) -> int:
+        """Sequences by which a worker may be busier that holds the whole prompt of a request."""
+        return self.http.affinity_margin or max(1, self.worker.run_slots // 8)
 
     @property
     def instance_name(self) -> str:
@@ -115,16 +178,22 @@ class Config:
             ("--workers", self.num_workers, 1, 64),
             ("--max-num-seqs", self.worker.max_num_seqs, 1, 16_384),
             ("--max-num-batched-tokens", self.worker.max_num_batched_tokens, 1, 1 << 20),
+            ("--max-running-requests", self.worker.max_running_requests, 0, 16_384),
             ("--max-queued-requests", self.http.max_queued_requests, 0, 1 << 20),
+            ("--max-queued-tokens", self.http.max_queued_tokens, 0, 1 << 40),
+            ("--max-concurrent-connections", self.http.max_concurrent_connections, 1, 1 << 20),
             ("--ring-table-size", self.rings.table_size, 1, 65_536),
             ("--token-ring-slots", self.rings.token_slots, 2, 1 << 24),
             ("--submit-ring-slots", self.rings.submit_slots, 2, 1 << 20),
             ("--coalesce-tokens", self.rings.coalesce_tokens, 1, 1 << 40),
             ("--max-body-bytes", self.http.max_body_bytes, 1_024, 1 << 34),
+            ("--log-max-bytes", self.log_max_bytes, 4_096, 1 << 40),
+            ("--max-bodies-bytes", self.http.max_bodies_bytes, 1_024, 1 << 40),
             ("--slow-client-bytes", self.http.slow_client_bytes, 1_024, 1 << 34),
             ("--kv-cache-bytes", self.worker.kv_cache_bytes, 0, 1 << 50),
             ("--max-model-len", self.model.max_model_len, 0, 1 << 30),
             ("--tokenizer-threads", self.http.tokenizer_threads, 1, 64),
+            ("--affinity-margin", self.http.affinity_margin, 0, 16_384),
             ("--stream-interval", self.http.stream_interval, 1, 1 << 20),
             ("--threads", self.worker.num_threads, 0, 1_024),
             (
@@ -142,12 +211,26 @@ class Config:
             ("--submit-deadline", self.rings.submit_deadline_s, 0.0),
             ("--drain-timeout", self.drain_timeout_s, 0.0),
             ("--hang-timeout", self.hang_timeout_s, 1.0),
+            ("--waiting-timeout", self.worker.waiting_timeout_s, 0.0),
+            ("--running-timeout", self.worker.running_timeout_s, 0.0),
             ("--headers-after", self.http.headers_after_s, 0.01),
             ("--keep-alive", self.http.keep_alive_s, 0.01),
             ("--slow-client-seconds", self.http.slow_client_seconds, 0.01),
+            ("--request-timeout", self.http.request_timeout_s, 0.01),
+            ("--idle-timeout", self.http.idle_timeout_s, 0.01),
         ):
             if not least <= seconds <= 86_400.0:
                 raise ConfigError(f"{flag} must be {least} to 86400, got {seconds}")
+        precision, possible = self.worker.cpu_precision, PRECISIONS_OF[self.worker.runner]
+        if precision not in ("auto", *possible):
+            raise ConfigError(
+                f"--cpu-precision {precision} cannot be had with --runner {self.worker.runner} "
+                f"(possible: {', '.join(('auto', *possible))})"
+            )
+        if self.http.queue_full_status not in (503, 429):
+            raise ConfigError(
+                f"--queue-full-status must be 503 or 429, got {self.http.queue_full_status}"
+            )
         for flag, slots in (
             ("--token-ring-slots", self.rings.token_slots),
             ("--submit-ring-slots", self.rings.submit_slots),

@@ -20,6 +20,9 @@ child -> supervisor
     {"type": "ready", "info": {...}}            the worker serves; or the front end accepts
     {"type": "failed", "error"}                 it cannot go on; one line for the operator, then it exits
     {"type": "drained"}                         nothing is in flight any more
+    {"type": "cut", "num"}                      requests that its end does not wait for; its last message
+    {"type": "broken", "http", "worker", "epoch", "fault"}     this channel cannot be believed any more, and is closed here: the
+                                                other end is at fault, and is started anew
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ class ControlLink:
                 socket.MSG_CMSG_CLOEXEC,
             )
         except ConnectionResetError:
-            return None
+            return self.receive()  # it left some of ours unread: said once, before its last words
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])

@@ -17,6 +17,8 @@ from typing import Final
 from shmserve.children import HTTP, WORKER, Child, Command
 from shmserve.config import Config
 from shmserve.control import ControlLink, Message
+from shmserve.devices import environment_of, visible_devices
+from shmserve.death_records import DeathRecords
 from shmserve.health import RestartPolicy, examine
 from shmserve.loop import Loop
 from shmserve.posts import Captain, Post
@@ -47,6 +49,7 @@ class Crew:
         command: Command,
         environ: Mapping[str, str],
         external: frozenset[str],
+        records: DeathRecords,
     ) -> None:
         self._config = config
         self._wiring = wiring
@@ -55,9 +58,11 @@ class Crew:
         self._report = reporter
         self._command = command
         self._environ = environ
+        self._records = records
         self._was_whole = False
         self._last_check_ns = time.monotonic_ns()
         self.is_leaving = False
+        self.num_cut = 0  # requests in flight that the end did not wait for
         # Front ends first: they answer 503 with the progress while the workers load.
         self.posts = [
             Post(role, index, role in external, RestartPolicy(first_delay_s))
@@ -91,10 +96,19 @@ class Crew:
     def _fill(self, post: Post, epoch: int) -> None:
         board = self._wiring.new_board(post.role, post.index, epoch)
         try:
-            child = Child.spawn(post.role, post.index, epoch, board, self._command, self._environ)
+            child = Child.spawn(
+                post.role, post.index, epoch, board, self._command, self._environ_of(post)
+            )
         except OSError as error:
             raise SupervisorError(f"cannot start {post.role} {post.index}: {error}") from None
         self._settle(post, child)
+
+    def _environ_of(self, post: Post) -> Mapping[str, str]:
+        if post.role != WORKER:
+            return self._environ
+        return environment_of(
+            post.index, self._config, self._environ, visible_devices(self._environ)
+        )
 
     def join(self, role: str, index: int, link: ControlLink, pid: int) -> str:
         """Take in a process that was started by hand; why not, or ""."""
@@ -139,13 +153,15 @@ class Crew:
         if child.is_external:
             self._bury(post, child)
         else:  # its exit status follows within a moment, or it stays without a link: of no use
-            self._loop.after(STOP_GRACE_S, lambda: child.kill("it left its control link"))
+            self._loop.after(
+                STOP_GRACE_S, lambda: child.kill("it left its control link", "protocol")
+            )
 
     def _hear(self, post: Post, child: Child, message: Message) -> None:
         try:
             self._heed(post, child, message)
-        except (TypeError, ValueError) as error:
-            child.kill(f"it sent a malformed control message: {error}")
+        except (TypeError, ValueError, LookupError) as error:
+            child.kill(f"it sent a malformed control message: {error!r}", "protocol")
 
     def _heed(self, post: Post, child: Child, message: Message) -> None:
         kind = message["type"]
@@ -168,8 +184,24 @@ class Crew:
         elif kind == "drained":
             child.has_drained = True
             self._captain.crew_changed()
+        elif kind == "cut":
+            child.num_cut = int(message["num"])
+        elif kind == "broken":
+            self._accuse(child, int(message["http"]), int(message["worker"]), message)
         else:
-            child.kill(f"it sent an unknown control message {kind!r}")
+            child.kill(f"it sent an unknown control message {kind!r}", "protocol")
+
+    def _accuse(self, child: Child, http: int, worker: int, message: Message) -> None:
+        """`child` has ended its side of a channel, since it cannot believe the other's. The other starts anew: what wrote such
+        words has lost its way, and its death gives both sides a new channel."""
+        role, index = (WORKER, worker) if child.role == HTTP else (HTTP, http)
+        if not self._wiring.is_open(http, worker, int(message["epoch"])):
+            return  # the other has died since
+        fault = " ".join(str(message.get("fault", "")).split())
+        self._report.say(f"{child.name} cannot believe {role} {index}: {fault}", is_warning=True)
+        for post in self.posts:
+            if (post.role, post.index) == (role, index) and post.child is not None:
+                post.child.kill(f"{child.name} cannot believe it: {fault}", "protocol")
 
     def look_at_children(self) -> None:
         """SIGCHLD: somebody ended, was stopped, or was continued."""
@@ -199,7 +231,7 @@ class Crew:
     def _judge(self, post: Post, child: Child) -> None:
         verdict = examine(child.vitals(), time.monotonic_ns(), self._config.hang_timeout_s)
         if verdict.must_end:
-            child.kill(verdict.reason)
+            child.kill(verdict.reason, verdict.state)
         if verdict.state == "ok":
             if post.state in ("stopped", "hung"):
                 self._report.say(f"{child.name} (pid {child.pid}) goes on", is_warning=True)
@@ -231,7 +263,10 @@ class Crew:
             for message in child.receive():  # its last words
                 self._hear(post, child, message)
         reason = child.exit_reason() or "gone"
+        if not self.is_leaving:  # while its rings are as it left them, and the front ends do not know
+            self._records.record(child, reason, self.children())
         post.child = None
+        self._count_cut(child)
         if not self.is_leaving:
             self._replace(post, child, reason)
         self._set_state(post, "dead", reason)
@@ -240,14 +275,19 @@ class Crew:
 
     def _replace(self, post: Post, child: Child, reason: str) -> None:
         delay = post.restarts.died(time.monotonic())
-        self._wiring.board[f"{post.role}_restarts"] = post.restarts.num_deaths
+        cause = child.death_cause
+        post.num_deaths[cause] = post.num_deaths.get(cause, 0) + 1
+        post.last_death = reason
+        self._wiring.board.add(f"{post.role}_restarts")
+        self._wiring.board.add(f"{post.role}_restarts_{cause}")
         died = f"{child.name} (pid {child.pid}) died: {reason}"
         if child.failure and not self._was_whole:
             self._captain.crew_failed(child.failure)
         elif post.is_external:
             self._report.say(f"{died}; waiting for another to join", is_warning=True)
         elif delay is None:
-            self._captain.crew_failed(f"{died}; that was the fifth death in five minutes")
+            most, window_s = post.restarts.MOST_DEATHS, post.restarts.WINDOW_S
+            self._captain.crew_failed(f"{died}; {most} deaths in {window_s:g} s are too many")
         else:
             self._report.say(f"{died}; the next one starts in {delay:g} s", is_warning=True)
             self._loop.after(delay, lambda: self._refill(post))
@@ -274,6 +314,12 @@ class Crew:
     def num_in_flight(self) -> int:
         return sum(child.board["in_flight"] for child in self.children() if child.role == HTTP)
 
+    def _count_cut(self, child: Child) -> None:
+        """Add what a front end cut at the end: by its own word, or if it had none, by its board's last."""
+        if self.is_leaving and child.role == HTTP:
+            own_word = child.num_cut
+            self.num_cut += child.board["in_flight"] if own_word is None else own_word
+
     def stop(self) -> None:
         """Ask everybody to end now; SIGKILL for who has not after the grace."""
         self.is_leaving = True
@@ -296,4 +342,7 @@ class Crew:
                 continue
             if not child.wait(STOP_GRACE_S):
                 self._report.say(f"{child.name} (pid {child.pid}) cannot be killed", True)
+            for message in child.receive():
+                self._hear(post, child, message)
+            self._count_cut(child)
             self._wiring.disconnect(child, ())

@@ -10,16 +10,17 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Final
 
-import aiohttp
-import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from shmserve.chat_turns import Conversation
+from shmserve.load_report import LoadReport, RequestResult
+from shmserve.load_table import latency_table, text_table
 from shmserve.rings.board import BoardReader, HistogramReading
 from shmserve.rings.observe import boards_of
+from shmserve.target import Target, served_model
+from shmserve.terminal_chat import Screen, timing_line
 
 PROMPT: Final = "Explain in three sentences why the sky is blue."
 READY_TIMEOUT_S: Final = 600.0
@@ -29,16 +30,6 @@ HOPS: Final = (
     ("popped to framed", "hop_frame_us"),
     ("framed to written", "hop_write_us"),
 )
-
-
-@dataclass(slots=True)
-class Answer:
-    """What the client saw; times are seconds."""
-
-    ttft_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    took_s: float = 0.0
 
 
 def run(prompt: str = PROMPT, max_tokens: int = 160) -> int:
@@ -77,41 +68,17 @@ def _wait_until_ready(server: subprocess.Popen[str], instance: str) -> str | Non
     return None
 
 
-async def _stream(url: str, prompt: str, max_tokens: int) -> Answer:
-    """Print the answer as it comes."""
-    body = {
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    answer = Answer()
-    begin = last = time.monotonic()
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/chat/completions", json=body) as response,
-    ):
-        response.raise_for_status()
-        async for line in response.content:
-            now = time.monotonic()
-            if not line.startswith(b"data: {"):
-                continue
-            event = msgspec.json.decode(line[6:])
-            if event.get("usage"):
-                answer.num_tokens = event["usage"]["completion_tokens"]
-            for choice in event["choices"]:
-                text = choice["delta"].get("content")
-                if not text:
-                    continue
-                if not answer.ttft_s:
-                    answer.ttft_s = now - begin
-                else:
-                    answer.gaps_s.append(now - last)
-                last = now
-                print(text, end="", flush=True)
-    answer.took_s = last - begin
-    return answer
+async def _stream(url: str, prompt: str, max_tokens: int) -> RequestResult:
+    """Print the answer as it comes. Raises TargetError, TurnError."""
+    target = Target(url)
+    async with target.session(None) as session:
+        fields = {
+            "model": await served_model(target, session),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        screen = Screen(sys.stdout)
+        return await Conversation(target, fields).turn(session, prompt, screen.piece)
 
 
 def _hops(instance: str) -> dict[str, HistogramReading]:
@@ -126,28 +93,19 @@ def _hops(instance: str) -> dict[str, HistogramReading]:
     return {}
 
 
-def _quantile(values: list[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
-
-
-def _show(console: Console, answer: Answer, hops: dict[str, HistogramReading]) -> None:
-    table = Table("what", "value", title="one stream, as its client saw it")
-    table.add_row("TTFT", f"{answer.ttft_s * 1e3:.1f} ms")
-    table.add_row("ITL p50", f"{_quantile(answer.gaps_s, 0.5) * 1e3:.1f} ms")
-    table.add_row("ITL p99", f"{_quantile(answer.gaps_s, 0.99) * 1e3:.1f} ms")
-    decode_s = answer.took_s - answer.ttft_s
-    rate = (answer.num_tokens - 1) / decode_s if decode_s > 0 else 0.0
-    table.add_row("tokens", str(answer.num_tokens))
-    table.add_row("tokens/s (decode)", f"{rate:.1f}")
-    console.print(table)
-    path = Table("hop", "mean", "p99 at most", title="where a token's time went behind the model")
-    for label, name in HOPS:
-        reading = hops.get(name)
-        if reading is None or not reading.count:
-            continue
-        path.add_row(label, f"{reading.sum / reading.count:.0f} us", _bound(reading, 0.99))
-    console.print(path)
+def _show(console: Console, result: RequestResult, hops: dict[str, HistogramReading]) -> None:
+    row = LoadReport.of([result]).summary()
+    console.print("one stream, as its client saw it", style="bold")
+    print(timing_line(result))
+    print(latency_table(row, ("itl",)) + "\n")
+    rows = [
+        [label, f"{hops[name].sum / hops[name].count:.0f} us", _bound(hops[name], 0.99)]
+        for label, name in HOPS
+        if name in hops and hops[name].count
+    ]
+    if rows:
+        console.print("where a token's time went behind the model", style="bold")
+        print(text_table(["hop", "mean", "p99 at most"], rows))
 
 
 def _bound(reading: HistogramReading, q: float) -> str:

@@ -4,8 +4,9 @@ Owns: the rules, as pure functions of what the boards and the kernel say. Never:
 
     stopped    the kernel said so (WSTOPPED)                        killed after hang_timeout
     hung       no heartbeat for 1 s                                 killed after hang_timeout
-               one step longer than 10 times its slowest so far,    killed at once
-               and than hang_timeout
+               one step longer than 10 times what the slowest of    killed at once
+               its kind took (worker/step_times.py), and than
+               hang_timeout
     loading    nothing is hung before hang_timeout: an import may hold the interpreter for seconds;
                killed when one phase of it takes 600 s
 """
@@ -35,7 +36,7 @@ class Vitals:
     heartbeat_ns: int
     phase: int
     phase_since_ns: int
-    slowest_step_ns: int
+    expected_step_ns: int
     grace_ns: int
     stopped_ns: int
     is_ready: bool
@@ -65,7 +66,7 @@ def examine(vitals: Vitals, now_ns: int, hang_timeout_s: float) -> Verdict:
         return Verdict("ok")
     if silence >= HEARTBEAT_LATE_S:
         return Verdict("hung", f"no heartbeat for {silence:.1f} s", silence >= hang_timeout_s)
-    limit = max(hang_timeout_s, SLOWEST_FACTOR * vitals.slowest_step_ns / _NS)
+    limit = max(hang_timeout_s, SLOWEST_FACTOR * vitals.expected_step_ns / _NS)
     if vitals.phase in _STEPPING and phase_age >= limit:
         what = Phase(vitals.phase).label
         return Verdict("hung", f"one {what} step runs for {phase_age:.0f} s", True)

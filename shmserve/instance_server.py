@@ -20,7 +20,7 @@ class Supervised(Protocol):
 
     def status(self) -> Message: ...
 
-    def drain(self) -> None: ...
+    def drain_once(self) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -74,7 +74,7 @@ class InstanceServer:
             self._answer(link, self._supervised.status())
         elif kind in ("drain", "stop"):
             self._answer(link, {"type": "ok", "pid": os.getpid()})
-            (self._supervised.drain if kind == "drain" else self._supervised.stop)()
+            (self._supervised.drain_once if kind == "drain" else self._supervised.stop)()
         elif kind == "join":
             self._join(link, peer, message)
         else:

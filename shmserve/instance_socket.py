@@ -17,12 +17,15 @@ carries a request. Peers must be of our own uid, or root (SO_PEERCRED).
 
 from __future__ import annotations
 
+import glob
 import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -31,10 +34,17 @@ from shmserve.rings.layout import LOCK_OWNER
 from shmserve.rings.segment import is_locked, names, try_lock
 
 _MAX_PATH_BYTES = 107  # sun_path, less its terminator
+_SWEEP_S: Final = 1.0
+SYSTEM_RUNTIME_DIRS: Final = "/run/shmserve/*/shmserve"
+"""Where units of the system's service manager have theirs (systemd_unit.py): root's commands look there too."""
 
 
 class InstanceError(RuntimeError):
     """An instance cannot be claimed or asked; the text is one line for the operator."""
+
+
+class NotListeningError(InstanceError):
+    """Nobody is at the instance socket: no instance, or one that still prepares its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,11 @@ def runtime_dir(environ: Mapping[str, str]) -> str:
     return path
 
 
+def system_runtime_dirs() -> list[str]:
+    """Those directories of system services that we may look into: root may, others may not."""
+    return [path for path in sorted(glob.glob(SYSTEM_RUNTIME_DIRS)) if os.access(path, os.X_OK)]
+
+
 def _paths(directory: str, name: str) -> tuple[str, str]:
     stem = os.path.join(directory, name)
     if len(os.fsencode(stem)) + len(".sock") > _MAX_PATH_BYTES:
@@ -84,11 +99,15 @@ class InstanceLock:
     def claim(cls, directory: str, name: str) -> InstanceLock:
         """Take the name. Raises InstanceError, which says who has it."""
         lock_path, socket_path = _paths(directory, name)
+        deadline = time.monotonic() + _SWEEP_S
         while True:
             fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             if not try_lock(fd, LOCK_OWNER):
                 holder = _read_record(fd)
                 os.close(fd)
+                if holder.pid and not _is_running(holder.pid) and time.monotonic() < deadline:
+                    time.sleep(0.01)  # the lock is the sweep's of a dead instance, for a moment
+                    continue
                 raise InstanceError(
                     f"instance {name!r} is already running (pid {holder.pid or 'unknown'}, "
                     f"{holder.url or 'still starting'}); stop it (shmserve stop --instance {name}) "
@@ -129,6 +148,16 @@ class InstanceLock:
         _unlink(self.socket_path)
         _unlink(self._lock_path)  # before the lock goes free: who opened it meanwhile looks again
         os.close(self._fd)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _is_file(fd: int, path: str) -> bool:
@@ -173,6 +202,30 @@ def instances(directory: str) -> list[str]:
     return [name for name in _lock_names(directory) if _is_held(directory, name)]
 
 
+def record_of(directory: str, name: str) -> LockRecord:
+    """What the supervisor of instance `name` wrote down; an empty record if none runs, or it has not written yet."""
+    if not _is_held(directory, name):
+        return LockRecord()
+    try:
+        fd = os.open(_paths(directory, name)[0], os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return LockRecord()
+    try:
+        return _read_record(fd)
+    finally:
+        os.close(fd)
+
+
+def is_holder(directory: str, name: str, pid: int) -> bool:
+    """True if process `pid` has the lock file open: the record alone may be of a holder that was killed."""
+    lock_path = os.path.realpath(_paths(directory, name)[0])
+    try:
+        links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    except OSError:
+        return False  # it is gone, or was never ours
+    return lock_path in links
+
+
 def sweep_stale(directory: str) -> list[str]:
     """Remove the files of instances of which nothing is left, no segment either; their names.
 
@@ -212,7 +265,7 @@ def ask(
     try:
         link = ControlLink.connect(f"unix:{socket_path}")
     except OSError:
-        raise InstanceError(
+        raise NotListeningError(
             f"no instance {name!r} is running (nobody answers on {socket_path})"
         ) from None
     try:

@@ -1,15 +1,11 @@
-"""An open-loop load generator for any OpenAI-compatible server, and what its clients would have felt.
+"""An open-loop load generator for any OpenAI-compatible server.
 
-Owns: when requests go out, when their tokens come back, and the figures made of that. Never: imports another module of the
-package, judges a server, or lets a slow server slow the arrivals down.
+Owns: when requests go out, and when their tokens come back. Never: judges a server, or lets a slow one slow the arrivals down.
 
     open loop      request i is due at a time drawn beforehand (Poisson arrivals at `rate`); it goes out then, whether or not
                    any other has come back. TTFT and end-to-end time count from the time it was *due*, so a generator that is
                    late makes the server look worse, never better, and its lateness is reported
     closed loop    `concurrency` clients, each sends its next request when its last has ended; due means sent
-    ITL            the gap between two frames with content; frames that came in one read have gaps of 0
-    TPOT           (last token - first token) / (tokens - 1) of one request; tokens are the server's usage if it gives one,
-                   else frames with content
 
 One asyncio loop in one process. Called by `shmserve bench` and by tools; no other process imports it.
 """
@@ -17,208 +13,47 @@ One asyncio loop in one process. Called by `shmserve bench` and by tools; no oth
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import aiohttp
-import numpy as np
 
-CHAT_PATH = "/v1/chat/completions"
-COMPLETIONS_PATH = "/v1/completions"
-PERCENTILES = (50, 90, 99)
+from shmserve.load_report import LoadReport, RequestResult
+from shmserve.load_spec import LoadSpec
+from shmserve.stream_reading import Reading, events
+
+Keep = Callable[[RequestResult], None]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSpec:
-    """What to send where and when. Exactly one of `rate` and `concurrency` is set.
+async def run_load(spec: LoadSpec, on_result: Keep | None = None) -> LoadReport:
+    """Sends every request of the spec and waits for their ends. `on_result` is told of each that counts, as it ends.
 
-    Request i takes prompts[i % len] and max_tokens[i % len]. A prompt is text, or token ids (completions only).
-    `extra` is merged into every body, last.
+    Never raises for what a server does: that is a result. Raises TargetError for an authority's file that is none.
     """
-
-    base_url: str
-    model: str
-    prompts: tuple[str | tuple[int, ...], ...]
-    max_tokens: tuple[int, ...]
-    num_requests: int
-    rate: float | None = None  # requests per second
-    concurrency: int | None = None
-    path: str = CHAT_PATH
-    seed: int = 0
-    timeout_s: float = 600.0
-    api_key: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if (self.rate is None) == (self.concurrency is None):
-            raise ValueError("give a rate (open loop) or a concurrency (closed loop), not both")
-        if self.rate is not None and not self.rate > 0:
-            raise ValueError(f"rate must be above 0, got {self.rate}")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
-        if self.num_requests < 1 or not self.prompts or not self.max_tokens:
-            raise ValueError("num_requests, prompts and max_tokens must not be empty")
-        if self.path not in (CHAT_PATH, COMPLETIONS_PATH):
-            raise ValueError(f"path must be {CHAT_PATH} or {COMPLETIONS_PATH}, got {self.path}")
-        if self.path == CHAT_PATH and not all(isinstance(p, str) for p in self.prompts):
-            raise ValueError(f"prompts of token ids need {COMPLETIONS_PATH}")
-
-    def body(self, index: int) -> dict[str, Any]:
-        """The JSON body of request `index`."""
-        prompt = self.prompts[index % len(self.prompts)]
-        body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": self.max_tokens[index % len(self.max_tokens)],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.path == CHAT_PATH:
-            body["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            body["prompt"] = prompt
-        return body | dict(self.extra)
-
-    def due_times_s(self) -> list[float]:
-        """Open loop: when each request is due, from the start; the same for the same seed."""
-        assert self.rate is not None, "a closed loop has no due times"
-        draw = random.Random(self.seed)
-        times, at = [], 0.0
-        for _ in range(self.num_requests):
-            times.append(at)
-            at += draw.expovariate(self.rate)
-        return times
-
-
-@dataclass(frozen=True, slots=True)
-class RequestResult:
-    """One request. Times are CLOCK_MONOTONIC ns; `error` is None exactly if the response was whole.
-
-    An error is the status of a refusal ("503"), or "connect", "timeout", "broken stream", or "error in stream".
-    """
-
-    index: int
-    due_ns: int
-    sent_ns: int
-    end_ns: int
-    status: int | None
-    error: str | None
-    arrivals_ns: tuple[int, ...] = ()
-    num_tokens: int = 0
-    num_prompt_tokens: int | None = None
-    finish_reason: str | None = None
-
-    @property
-    def ttft_ms(self) -> float | None:
-        return (self.arrivals_ns[0] - self.due_ns) / 1e6 if self.arrivals_ns else None
-
-    @property
-    def e2e_ms(self) -> float:
-        return (self.end_ns - self.due_ns) / 1e6
-
-    @property
-    def tpot_ms(self) -> float | None:
-        if self.num_tokens < 2 or len(self.arrivals_ns) < 2:
-            return None
-        return (self.arrivals_ns[-1] - self.arrivals_ns[0]) / 1e6 / (self.num_tokens - 1)
-
-    @property
-    def itls_ms(self) -> list[float]:
-        return [gap / 1e6 for gap in np.diff(self.arrivals_ns).tolist()]
-
-    @property
-    def lateness_ms(self) -> float:
-        """How much later than due the generator sent it."""
-        return (self.sent_ns - self.due_ns) / 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """All results of one run, in the order of their index. Latencies count whole responses only; errors are counted apart."""
-
-    results: tuple[RequestResult, ...]
-    wall_s: float
-
-    @property
-    def whole(self) -> list[RequestResult]:
-        return [result for result in self.results if result.error is None]
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """How many requests ended in each error."""
-        return dict(Counter(result.error for result in self.results if result.error is not None))
-
-    def summary(self) -> dict[str, Any]:
-        """One flat row: counts, rates, percentiles; None where there is nothing to count."""
-        whole = self.whole
-        num_tokens = sum(result.num_tokens for result in whole)
-        row: dict[str, Any] = {
-            "requests": len(self.results),
-            "ok": len(whole),
-            "errors": self.errors,
-            "wall_s": self.wall_s,
-            "requests_per_s": len(whole) / self.wall_s,
-            "output_tokens": num_tokens,
-            "tokens_per_s": num_tokens / self.wall_s,
-        }
-        series: dict[str, Sequence[float | None]] = {
-            "ttft": [result.ttft_ms for result in whole],
-            "itl": [gap for result in whole for gap in result.itls_ms],
-            "tpot": [result.tpot_ms for result in whole],
-            "e2e": [result.e2e_ms for result in whole],
-            "lateness": [result.lateness_ms for result in self.results],
-        }
-        for name, values in series.items():
-            present = [value for value in values if value is not None]
-            for percent in PERCENTILES:
-                key = f"{name}_p{percent}_ms"
-                row[key] = float(np.percentile(present, percent)) if present else None
-            row[f"{name}_max_ms"] = max(present, default=None)
-        return row
-
-
-async def run_load(
-    spec: LoadSpec, on_result: Callable[[RequestResult], None] | None = None
-) -> LoadReport:
-    """Sends every request of the spec and waits for their ends. Never raises for what a server does: that is a result."""
-    timeout = aiohttp.ClientTimeout(total=spec.timeout_s)
-    headers = {"Authorization": f"Bearer {spec.api_key}"} if spec.api_key else {}
-    # No limit on connections: one that waited for another would close the loop.
-    connector = aiohttp.TCPConnector(limit=0)
     results: list[RequestResult] = []
 
     def keep(result: RequestResult) -> None:
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
+        if spec.is_counted(result.index):
+            results.append(result)
+            if on_result is not None:
+                on_result(result)
 
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers
-    ) as session:
-        start_ns = time.monotonic_ns()
+    async with spec.target.session(spec.timeout_s) as session:
         if spec.rate is not None:
-            await _open_loop(session, spec, start_ns, keep)
+            await _open_loop(session, spec, keep)
         else:
             await _closed_loop(session, spec, keep)
-        wall_s = (time.monotonic_ns() - start_ns) / 1e9
-    return LoadReport(tuple(sorted(results, key=lambda result: result.index)), wall_s)
+    return LoadReport.of(results)
 
 
-async def _open_loop(
-    session: aiohttp.ClientSession,
-    spec: LoadSpec,
-    start_ns: int,
-    keep: Callable[[RequestResult], None],
-) -> None:
+async def _open_loop(session: aiohttp.ClientSession, spec: LoadSpec, keep: Keep) -> None:
     async def one(index: int, due_ns: int) -> None:
         keep(await _request(session, spec, index, due_ns))
 
+    due_times_s = spec.due_times_s()
+    start_ns = time.monotonic_ns()
     async with asyncio.TaskGroup() as tasks:
-        for index, due_s in enumerate(spec.due_times_s()):
+        for index, due_s in enumerate(due_times_s):
             due_ns = start_ns + int(due_s * 1e9)
             wait_ns = due_ns - time.monotonic_ns()
             if wait_ns > 0:
@@ -226,103 +61,68 @@ async def _open_loop(
             tasks.create_task(one(index, due_ns))
 
 
-async def _closed_loop(
-    session: aiohttp.ClientSession, spec: LoadSpec, keep: Callable[[RequestResult], None]
-) -> None:
-    indices = iter(range(spec.num_requests))
+async def _closed_loop(session: aiohttp.ClientSession, spec: LoadSpec, keep: Keep) -> None:
+    indices = spec.indices()
+    counted_from_ns = 0
 
     async def client() -> None:
+        nonlocal counted_from_ns
         for index in indices:  # one iterator for all clients: each index is taken once
-            keep(await _request(session, spec, index, time.monotonic_ns()))
+            now_ns = time.monotonic_ns()
+            if index == spec.num_warmup:
+                counted_from_ns = now_ns
+            spent_s = (now_ns - counted_from_ns) / 1e9
+            is_over = spec.duration_s is not None and spent_s >= spec.duration_s
+            if is_over and spec.is_counted(index):
+                return
+            keep(await _request(session, spec, index, now_ns))
 
     assert spec.concurrency is not None, "an open loop has no clients"
+    num_clients = spec.concurrency
+    if spec.num_requests is not None:
+        num_clients = min(num_clients, spec.num_warmup + spec.num_requests)
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(spec.concurrency, spec.num_requests)):
+        for _ in range(num_clients):
             tasks.create_task(client())
-
-
-class _Reading:
-    """What has been read of one response so far."""
-
-    def __init__(self) -> None:
-        self.sent_ns = time.monotonic_ns()
-        self.status: int | None = None
-        self.arrivals_ns: list[int] = []
-        self.usage: Mapping[str, Any] = {}
-        self.finish_reason: str | None = None
-        self.is_done = False
-        self.has_failed = False
-
-    def take(self, event: bytes, at_ns: int) -> None:
-        """One `data:` payload. Raises ValueError if it is not the JSON of a chunk."""
-        if event == b"[DONE]":
-            self.is_done = True
-            return
-        chunk = json.loads(event)
-        if not isinstance(chunk, dict):
-            raise ValueError("an event is not a JSON object")
-        if chunk.get("error") is not None:
-            self.has_failed = True
-            return
-        self.usage = chunk.get("usage") or self.usage
-        has_content = False
-        for choice in chunk.get("choices") or ():
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            has_content = has_content or bool(text)
-        if has_content:
-            self.arrivals_ns.append(at_ns)
-
-    def error(self) -> str | None:
-        if self.status != 200:
-            return str(self.status)
-        if self.has_failed:
-            return "error in stream"
-        return None if self.is_done else "broken stream"
-
-    def result(self, index: int, due_ns: int, error: str | None) -> RequestResult:
-        return RequestResult(
-            index=index,
-            due_ns=due_ns,
-            sent_ns=self.sent_ns,
-            end_ns=time.monotonic_ns(),
-            status=self.status,
-            error=error,
-            arrivals_ns=tuple(self.arrivals_ns),
-            num_tokens=self.usage.get("completion_tokens", len(self.arrivals_ns)),
-            num_prompt_tokens=self.usage.get("prompt_tokens"),
-            finish_reason=self.finish_reason,
-        )
 
 
 async def _request(
     session: aiohttp.ClientSession, spec: LoadSpec, index: int, due_ns: int
 ) -> RequestResult:
-    reading = _Reading()
-    url = spec.base_url.rstrip("/") + spec.path
+    body = spec.body(index)
+    reading = Reading()
+    error: str | None
     try:
-        async with session.post(url, json=spec.body(index)) as response:
+        async with session.post(spec.target.url(spec.path), json=body) as response:
             reading.status = response.status
             if response.status == 200:
-                async for event, at_ns in _events(response.content):
+                async for event, at_ns in events(response.content):
                     reading.take(event, at_ns)
             else:
-                await response.read()
+                reading.refused(await response.read())
         error = reading.error()
     except TimeoutError:
         error = "timeout"
-    except (aiohttp.ClientError, ConnectionError, ValueError, AttributeError, TypeError):
+    except (aiohttp.ClientError, ConnectionError, ValueError, AttributeError, TypeError) as broken:
         # Before a status the server could not be reached; after it, what it sent is cut short or no stream of chunks.
         error = "connect" if reading.status is None else "broken stream"
-    return reading.result(index, due_ns, error)
+        reading.message = reading.message or spec.target.why(broken)
+    return result_of(reading, index, due_ns, error)
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[tuple[bytes, int]]:
-    """Payloads of `data:` lines, each with the time of the read that completed it."""
-    rest = b""
-    async for data in content.iter_any():
-        at_ns = time.monotonic_ns()
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip(), at_ns
+def result_of(reading: Reading, index: int, due_ns: int, error: str | None) -> RequestResult:
+    """The result of a request that has just ended."""
+    return RequestResult(
+        index=index,
+        due_ns=due_ns,
+        sent_ns=reading.sent_ns,
+        end_ns=time.monotonic_ns(),
+        status=reading.status,
+        error=error,
+        arrivals_ns=tuple(reading.arrivals_ns),
+        num_tokens=reading.usage.get("completion_tokens", len(reading.arrivals_ns)),
+        num_prompt_tokens=reading.usage.get("prompt_tokens"),
+        finish_reason=reading.finish_reason,
+        lags=tuple(reading.lags),
+        message=reading.message,
+    )

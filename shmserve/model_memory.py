@@ -34,6 +34,10 @@ def float32_bytes(tensor: TensorSize) -> int:
     return 4 * tensor.num_elements
 
 
+def bfloat16_bytes(tensor: TensorSize) -> int:
+    return 2 * tensor.num_elements
+
+
 def available_bytes() -> int:
     """The memory that can be had without pushing others out, as the kernel estimates it."""
     with open("/proc/meminfo") as file:

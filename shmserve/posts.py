@@ -6,11 +6,12 @@ Owns: what a post remembers between two children, and how it is shown to front e
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shmserve.boards import label_of
-from shmserve.children import Child
+from shmserve.children import HTTP, WORKER, Child
 from shmserve.control import Message
 from shmserve.health import RestartPolicy
 
@@ -43,6 +44,8 @@ class Post:
     fraction: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)  # what its last "ready" said
     since: float = field(default_factory=time.time)
+    num_deaths: dict[str, int] = field(default_factory=dict)  # by cause: boards.DEATH_CAUSES
+    last_death: str = ""
 
     def worker_message(self) -> Message:
         return {
@@ -64,6 +67,8 @@ class Post:
             "reason": self.reason,
             "since": self.since,
             "deaths": self.restarts.num_deaths,
+            "causes": dict(self.num_deaths),
+            "last_death": self.last_death,
             "pid": 0,
         }
         if self.child is not None:
@@ -79,6 +84,21 @@ class Post:
                 "board": board.segment.name,
             }
         return row
+
+
+def queue_of(children: Iterable[Child]) -> dict[str, int]:
+    """The sums over all children that live: what waits, what runs, what was asked so far."""
+    boards = [(child.role, child.board) for child in children]
+    fronts = [board for role, board in boards if role == HTTP]
+    workers = [board for role, board in boards if role == WORKER]
+    return {
+        "in_flight": sum(board["in_flight"] for board in fronts),
+        "waiting": sum(board["waiting"] for board in fronts),
+        "running": sum(board["running"] for board in workers),
+        "max_running": sum(board["max_num_seqs"] for board in workers),
+        "requests": sum(board["num_requests"] for board in fronts),
+        "refused": sum(board["num_refused"] for board in fronts),
+    }
 
 
 def _age_s(now_ns: int, then_ns: int) -> float:

@@ -14,6 +14,10 @@ MOST_SPECULATIVE_TOKENS: Final = 15
 """So many tokens may be guessed for one sequence in a step, at most."""
 
 
+MOST_LOGPROBS: Final = 20
+"""So many of the most likely tokens may be asked for at a place."""
+
+
 class FinishReason(IntEnum):
     """Why a request ended. The number travels in the FINISH record; 0 means that it has not ended."""
 
@@ -25,6 +29,7 @@ class FinishReason(IntEnum):
     ABORT = 5  # the client left, or somebody aborted it by id
     ERROR = 6  # it could not go on; the MESSAGE records before the FINISH say why
     TIMEOUT = 7
+    EVICTED = 8  # it waited, and had to go for one with a better priority
 
     @property
     def is_stop(self) -> bool:
@@ -56,9 +61,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown_ids: tuple[int, ...] = ()  # special tokens that are text all the same, where the others are skipped
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # -1: none; 0: the chosen token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for the prompt's tokens
     priority: int = 0  # lower runs earlier
     num_speculative_tokens: int = 0  # guessed in a step and verified, at most; 0: none
+    allowed_token_ids: tuple[int, ...] = ()  # no other token may come; (): any
+    bad_words: tuple[
+        tuple[int, ...], ...
+    ] = ()  # token ids of each; their last one never comes behind the others
     grammar: str = ""  # llguidance's text (`grammar.py`); the completion is a sentence of it

@@ -14,10 +14,20 @@ from typing import Any, Final, TypeVar, get_args
 
 import click
 
-from shmserve.config import Config, ConfigError, Policy, RunnerName
+from shmserve.config import (
+    Config,
+    ConfigError,
+    CpuPrecision,
+    LogFormat,
+    Policy,
+    Routing,
+    RunnerName,
+)
+from shmserve.keys import digest_of_key, digests_of_file
 
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_TABLE: Final = 65_536
+_LEAVING_PLACES: Final = 64  # of requests that were sent away for better ones
 SIMULATED_MAX_NUM_SEQS: Final = 256
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,6 +45,19 @@ class ByteSize(click.ParamType):  # type: ignore[type-arg]  # generic in new cli
         return int(match[1]) * _UNITS[match[2].upper()]
 
 
+class Key(click.ParamType):  # type: ignore[type-arg]  # generic in new clicks only
+    """A key, turned into its digest at once; what is wrong with one is said without showing it."""
+
+    name = "key"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return digest_of_key(param.opts[0] if param else "a key", str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+_KEY: Final = Key()
 _BYTES: Final = ByteSize()
 _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True)
 _POLICY: Final = click.Choice(get_args(Policy))
@@ -48,6 +71,7 @@ class Setting:
     place: str
     type: Any
     help: str
+    is_list: bool = False  # given several times; in a file, a list
 
     @property
     def key(self) -> str:
@@ -67,8 +91,19 @@ SETTINGS: Final = (
     Setting("--host", "http.host", str, "Address to listen on."),
     Setting("--port", "http.port", int, "Port to listen on; 0 takes a free one."),
     Setting("--uds", "http.uds", click.Path(dir_okay=False), "Listen on this Unix socket, not on a port."),
-    Setting("--max-queued-requests", "http.max_queued_requests", int, "Requests that may wait; one more gets 503."),
+    Setting("--http-processes", "num_http", int, "Front ends, which share the port: one core each."),
+    Setting("--workers", "num_workers", int, "Workers, each with the whole model: on GPUs one GPU each, on the CPU a share of the cores."),
+    Setting("--routing", "http.routing", click.Choice(get_args(Routing)), "Which worker computes a request: one whose prefix cache has its prompt unless it is too busy (affinity), or whatever its prompt the least busy, or each in turn."),
+    Setting("--affinity-margin", "http.affinity_margin", int, "Sequences by which a worker may be busier than another and still get a request whose whole prompt it has; 0: an eighth of --max-running-requests."),
+    Setting("--max-running-requests", "worker.max_running_requests", int, "Sequences that a worker computes at once, of --max-num-seqs; 0: all of them."),
+    Setting("--max-queued-requests", "http.max_queued_requests", int, "Sequences that may wait; one more gets 503, unless its priority is better than another's."),
+    Setting("--max-queued-tokens", "http.max_queued_tokens", int, "Prompt tokens that may wait; 0: no bound but --max-queued-requests."),
+    Setting("--queue-full-status", "http.queue_full_status", int, "The status of a request that finds the queue full: 503 or 429."),
+    Setting("--waiting-timeout", "worker.waiting_timeout_s", float, "Seconds that a request may wait, then it gets 503; 0: no bound."),
+    Setting("--running-timeout", "worker.running_timeout_s", float, "Seconds that a request may run, then it ends with what it has; 0: no bound."),
+    Setting("--max-concurrent-connections", "http.max_concurrent_connections", int, "Connections of one front end, as far as descriptors last; one more gets 503 and is closed."),
     Setting("--max-body-bytes", "http.max_body_bytes", _BYTES, "Largest request body."),
+    Setting("--max-bodies-bytes", "http.max_bodies_bytes", _BYTES, "Bodies of all requests in one front end together."),
     Setting("--tokenizer-threads", "http.tokenizer_threads", int, "Threads that tokenise prompts."),
     Setting("--headers-after", "http.headers_after_s", float, "Seconds after which a stream that computes gets its 200 without a token."),
     Setting("--keep-alive", "http.keep_alive_s", float, "Seconds of silence after which a stream gets a comment line."),
@@ -76,8 +111,25 @@ SETTINGS: Final = (
     Setting("--slow-client", "http.slow_client", _POLICY, "What happens to a stream whose client does not read."),
     Setting("--slow-client-bytes", "http.slow_client_bytes", _BYTES, "Bytes that may wait for one client."),
     Setting("--slow-client-seconds", "http.slow_client_seconds", float, "How long a client may be stuck."),
+    Setting("--api-key", "http.api_keys", _KEY, "A key that clients must send; may be given several times. Flags are seen by `ps`: prefer the variable SHMSERVE_API_KEY or the file.", is_list=True),
+    Setting("--api-key-file", "http.api_key_file", _FILE, "A file of such keys, one a line."),
+    Setting("--admin-key", "http.admin_keys", _KEY, "A key for /abort_request, /flush_cache and /debug; without one the client's key opens them.", is_list=True),
+    Setting("--admin-key-file", "http.admin_key_file", _FILE, "A file of such keys, one a line."),
+    Setting("--metrics-without-key", "http.metrics_without_key", bool, "Answer /metrics to clients without a key."),
+    Setting("--allowed-hosts", "http.allowed_hosts", str, "A Host that clients may call this server, beside its own addresses: NAME, .DOMAIN for all names in it, or * for any.", is_list=True),
+    Setting("--cors-origin", "http.cors_origins", str, "An origin whose web pages may ask: https://chat.example, or * for any.", is_list=True),
+    Setting("--ssl-certfile", "http.ssl_certfile", _FILE, "Speak TLS with this certificate chain (PEM)."),
+    Setting("--ssl-keyfile", "http.ssl_keyfile", _FILE, "Its private key (PEM); in the certificate's file if empty."),
+    Setting("--ssl-keyfile-password-file", "http.ssl_keyfile_password_file", _FILE, "A file with the private key's password."),
+    Setting("--ssl-ca-certs", "http.ssl_ca_certs", _FILE, "Take only clients with a certificate of these authorities (PEM)."),
+    Setting("--request-timeout", "http.request_timeout_s", float, "Seconds that a client has to send a request's head, and again for its body."),
+    Setting("--idle-timeout", "http.idle_timeout_s", float, "Seconds that a connection may stay open between requests."),
+    Setting("--trust-request-chat-template", "http.trust_request_chat_template", bool, "Render chat templates that requests bring. They run in a sandbox, which bounds neither their time nor their memory."),
+    Setting("--ui", "http.ui", bool, "Serve a page with a chat and a view of the rings at /."),
+    Setting("--log-prompts", "http.log_prompts", bool, "Log the bodies of requests, prompts included."),
     Setting("--owned-by", "http.owned_by", str, "The owner that /v1/models names."),
     Setting("--runner", "worker.runner", click.Choice(get_args(RunnerName)), "What computes: the C kernels for the CPU, torch, transformers' classes (hf), or a simulated GPU; auto: the best that works here."),
+    Setting("--cpu-precision", "worker.cpu_precision", click.Choice(get_args(CpuPrecision)), "What matrices are kept and multiplied in on the CPU. int8: 8 bits a weight (blocks of a GGUF file that have fewer stay as they are), by the C kernels; bf16, fp32: by torch, several times slower. auto: int8 where the kernels compute the model, else fp32."),
     Setting("--step-ms", "worker.step_ms", float, "Simulated runner: period of a step in milliseconds."),
     Setting("--script", "worker.script", _FILE, "Simulated runner: JSON file of token ids to emit."),
     Setting("--max-num-seqs", "worker.max_num_seqs", int, "Sequences computed at once (simulated runner: 256)."),
@@ -87,9 +139,9 @@ SETTINGS: Final = (
     Setting("--kv-cache-fraction", "worker.kv_cache_fraction", float, "Memory for the KV cache as a share of the free memory, 0 to 0.95; 0: as --kv-cache-bytes says."),
     Setting("--prefix-cache", "worker.prefix_cache", bool, "Keep the KV cache of earlier prompts and answers for requests that begin with them."),
     Setting("--chunked-prefill", "worker.chunked_prefill", bool, "Spread a long prompt over steps, so that it does not hold up the streams that run."),
-    Setting("--threads", "worker.num_threads", int, "Threads of the model on the CPU; 0: by the cores."),
+    Setting("--threads", "worker.num_threads", int, "Threads of the model on the CPU, of each worker; 0: by the cores, shared out among the workers."),
     Setting("--num-speculative-tokens", "worker.num_speculative_tokens", int, "Tokens guessed per step from what the text repeats, where a request does not say it: 0 to 15."),
-    Setting("--emission-log", "worker.emission_log", click.Path(dir_okay=False), "Write one JSON line per step to this file."),
+    Setting("--emission-log", "worker.emission_log", click.Path(dir_okay=False), "Write one JSON line per step to this file; of several workers each to its own, FILE.0 and so on."),
     Setting("--token-ring-slots", "rings.token_slots", int, "Slots of the ring from the worker, a power of two."),
     Setting("--submit-ring-slots", "rings.submit_slots", int, "Slots of the ring to the worker, a power of two."),
     Setting("--ring-table-size", "rings.table_size", int, "Requests in flight per front end."),
@@ -101,7 +153,12 @@ SETTINGS: Final = (
     Setting("--drain-timeout", "drain_timeout_s", float, "Seconds that requests in flight get at the end."),
     Setting("--hang-timeout", "hang_timeout_s", float, "Seconds after which a hung process is killed."),
     Setting("--instance", "instance", str, "Name of this instance; <uid>-<port> if empty."),
+    Setting("--crash-dump", "crash_dump", bool, "When a process dies, write what its rings held to <state directory>/<instance>/; the last 5 are kept."),
     Setting("--log-level", "log_level", click.Choice(("debug", "info", "warning", "error")), "How much is said on stderr."),
+    Setting("--log-format", "log_format", click.Choice(get_args(LogFormat)), "Lines for people (text) or one JSON object a line."),
+    Setting("--log-requests", "log_requests", bool, "One line for each request at its end, at level info: what it was, its tokens and times; never its text."),
+    Setting("--log-file", "log_file", click.Path(dir_okay=False), "Write what is said to this file, not to stderr."),
+    Setting("--log-max-bytes", "log_max_bytes", _BYTES, "Past this size the log file is moved to FILE.1 and begun anew."),
 )  # fmt: skip
 
 
@@ -120,8 +177,10 @@ def start_options(command: F) -> F:
             setting.option,
             setting.key,
             type=setting.type,
-            default=None if default == "" else default,
-            show_default=default not in ("", 0),
+            multiple=setting.is_list,
+            default=None if default in ("", ()) else default,
+            # A list's default may come from a file, and be a secret.
+            show_default=not setting.is_list and default not in ("", 0),
             help=setting.help,
         )(command)
     return click.option(
@@ -152,6 +211,17 @@ def _read_file(ctx: click.Context, param: click.Parameter, path: str | None) -> 
     ctx.default_map = {**(ctx.default_map or {}), **found}
 
 
+def _with_key_files(config: Config) -> Config:
+    http = config.http
+    if http.api_key_file:
+        more = digests_of_file("--api-key-file", http.api_key_file)
+        http = replace(http, api_keys=http.api_keys + more)
+    if http.admin_key_file:
+        more = digests_of_file("--admin-key-file", http.admin_key_file)
+        http = replace(http, admin_keys=http.admin_keys + more)
+    return config if http is config.http else replace(config, http=http)
+
+
 def build_config(values: Mapping[str, Any], is_default: Callable[[str], bool]) -> Config:
     """The Config of the options' values; `is_default` tells of a key whether nobody set it. Raises ConfigError."""
     fields: dict[str, dict[str, Any]] = {"": {}}
@@ -160,15 +230,17 @@ def build_config(values: Mapping[str, Any], is_default: Callable[[str], bool]) -
             group, _, name = setting.place.rpartition(".")
             fields.setdefault(group, {})[name] = values[setting.key]
     config = Config.from_builtins({**fields.pop(""), **fields})
+    config = _with_key_files(config)
     if config.worker.runner == "simulated" and is_default("max_num_seqs"):
         config = replace(config, worker=replace(config.worker, max_num_seqs=SIMULATED_MAX_NUM_SEQS))
-    needed = config.worker.max_num_seqs + config.http.max_queued_requests
+    needed = config.worker.run_slots * config.num_workers + config.http.max_queued_requests
     if needed > config.rings.table_size:
         if not is_default("ring_table_size") or needed > _MOST_TABLE:
             raise ConfigError(
                 f"--ring-table-size {config.rings.table_size} is less than --max-num-seqs + "
                 f"--max-queued-requests = {needed} (at most {_MOST_TABLE})"
             )
-        config = replace(config, rings=replace(config.rings, table_size=needed))
+        most = min(_MOST_TABLE, needed + _LEAVING_PLACES)
+        config = replace(config, rings=replace(config.rings, table_size=most))
     config.validate()
     return config

@@ -17,6 +17,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 from shmserve.config import HttpConfig
+from shmserve.tls import server_context
 
 _FIRST_PASSED_FD = 3  # SD_LISTEN_FDS_START
 
@@ -50,16 +51,19 @@ class Listeners:
 def open_listeners(
     config: HttpConfig, num_http: int, environ: MutableMapping[str, str]
 ) -> Listeners:
-    """The sockets of `num_http` front ends, listening. Raises ListenError within a moment, before anything else is made."""
+    """The sockets of `num_http` front ends, listening. Raises ListenError, and ConfigError for TLS files that are none, within a
+    moment, before anything else is made.
+    """
+    scheme = "http" if server_context(config) is None else "https"
     passed = _passed_sockets(environ)
     if passed:
-        return _from_passed(passed, num_http)
+        return _from_passed(passed, num_http, scheme)
     if config.uds:
         return _open_unix(config, num_http)
-    return _open_tcp(config, num_http)
+    return _open_tcp(config, num_http, scheme)
 
 
-def _open_tcp(config: HttpConfig, num_http: int) -> Listeners:
+def _open_tcp(config: HttpConfig, num_http: int, scheme: str) -> Listeners:
     try:
         found = socket.getaddrinfo(
             config.host or None,
@@ -92,7 +96,7 @@ def _open_tcp(config: HttpConfig, num_http: int) -> Listeners:
                 sock.close()
         raise
     shown = config.host or "127.0.0.1"
-    return Listeners(groups, f"http://{f'[{shown}]' if ':' in shown else shown}:{port}", port)
+    return Listeners(groups, f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}", port)
 
 
 def _bind(
@@ -195,11 +199,11 @@ def _passed_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
     return sockets
 
 
-def _from_passed(sockets: list[socket.socket], num_http: int) -> Listeners:
+def _from_passed(sockets: list[socket.socket], num_http: int, scheme: str) -> Listeners:
     first = sockets[0]
     if first.family == socket.AF_UNIX:
         url, port = f"unix:{first.getsockname()}", 0
     else:
         host, port = first.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     return Listeners([list(sockets) for _ in range(num_http)], url, port)

@@ -10,6 +10,7 @@ min_tokens). `held` is never more than the longest stop minus one byte.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,15 @@ class StopMatch:
 class StopMatcher:
     """The scan of one completion. Feed it token by token; after a match it must not be fed again."""
 
-    __slots__ = ("_longest", "_stops", "_tail", "num_bytes")
+    __slots__ = ("_first", "_last", "_longest", "_stops", "_tail", "num_bytes")
 
     def __init__(self, stops: Sequence[bytes]) -> None:
         assert stops and all(stops), "an empty stop string would match everywhere"
         self._stops = tuple(stops)
         self._longest = max(len(stop) for stop in stops)
+        # Text seldom holds the first byte of a stop, or its last one: a look at each length of each stop took 12 us a token.
+        self._first = _any_of({stop[0] for stop in stops})
+        self._last = _any_of({stop[-1] for stop in stops})
         self._tail = b""  # the last longest - 1 bytes fed
         self.num_bytes = 0
 
@@ -43,7 +47,7 @@ class StopMatcher:
         self.num_bytes += len(data)
         keep = self._longest - 1
         self._tail = window[-keep:] if keep else b""
-        if not is_matching:
+        if not is_matching or self._last.search(data) is None:
             return None
         best: StopMatch | None = None
         for i, stop in enumerate(self._stops):
@@ -59,8 +63,13 @@ class StopMatcher:
     def held(self) -> int:
         """How many of the last bytes may be the beginning of a stop string: they must wait."""
         tail = self._tail
-        for length in range(len(tail), 0, -1):
-            end = tail[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
-                return length
+        for begin in self._first.finditer(tail):
+            end = tail[begin.start() :]
+            if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
+                return len(end)
         return 0
+
+
+def _any_of(values: set[int]) -> re.Pattern[bytes]:
+    """Finds a byte that is one of these."""
+    return re.compile(b"[%b]" % re.escape(bytes(sorted(values))))

@@ -1,7 +1,8 @@
 """The supervisor: it starts the front ends and the workers, hears of every death, and leaves nothing behind.
 
-Owns: the order of a life, from the claim to the last unlink, and when it ends. Never: loads torch or aiohttp, sees a request,
-or polls: one thread sleeps in one loop, and wakes four times a second for its heartbeat.
+Owns: the order of a life, from the claim to the last unlink, and when it ends. Never: loads torch or aiohttp, serves a request
+(until there is a front end its lobby says 503), or polls: one thread sleeps in one loop, and wakes four times a second for
+its heartbeat. After a death a second one writes the crash dump.
 
     starting --all ready--> ready <--> degraded --SIGTERM, drain--> draining --none in flight--> stopping --all gone--> end
                                                         a second signal, stop: stopping at once; a third: SIGKILL
@@ -12,6 +13,7 @@ and removed. Only a SIGKILL of this process leaves names, and the next start swe
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import signal
@@ -26,9 +28,15 @@ from shmserve.claim import Claim, claim
 from shmserve.config import Config
 from shmserve.control import ControlLink, Message
 from shmserve.crew import STOP_GRACE_S, Crew, SupervisorError
+from shmserve.death_records import DeathRecords
+from shmserve.devices import check_devices, visible_devices
 from shmserve.instance_server import InstanceServer
+from shmserve.lobby import Lobby
+from shmserve.log_file import CHECK_S as LOG_CHECK_S
+from shmserve.log_file import BoundedLog
 from shmserve.loop import Loop, exit_on_signals
 from shmserve.notify import Notifier
+from shmserve.posts import queue_of
 from shmserve.progress import Reporter, write_line
 from shmserve.wiring import Wiring
 
@@ -37,7 +45,9 @@ __all__ = ["Prepare", "Supervisor", "SupervisorError"]
 Prepare = Callable[[Config, Callable[[str, float | None], None]], Config]
 """Makes the model ready and gives the config with its folder and name. Called once, before any child is started."""
 
-_MORE_TIME_USEC: Final = 120_000_000  # what a service manager grants with every word of progress
+_MORE_TIME_S: Final = 120.0  # what a service manager grants with every word of progress, and
+_ASK_TIME_S: Final = 15.0  # how often it is asked where there is none to tell
+_SPARE_S: Final = 5.0
 
 
 class Supervisor:
@@ -75,13 +85,15 @@ class Supervisor:
 
         Main thread only: it takes the signals over, and leaves them ignored when it served.
         """
+        faulthandler.enable(2)  # a watchdog's SIGABRT says where this process stood
         exit_on_signals(TERMINAL_SIGNALS)
         self.config.validate()
+        check_devices(self.config, visible_devices(self._environ))
         try:
             claimed = claim(self.config, self._environ)
             try:
                 self.config, self._url = claimed.config, claimed.listeners.url
-                self.config = self._prepare(self.config, self.crew_loading)
+                self.config = self._prepare_in_sight(claimed)
                 self._report.finish()
                 self._serve(claimed)
             finally:
@@ -94,11 +106,31 @@ class Supervisor:
             raise SupervisorError(self._error)
         return 0
 
+    def _prepare_in_sight(self, claimed: Claim) -> Config:
+        """Prepare the model while clients are told how far that is."""
+        if self.config.http.ssl_certfile:  # who speaks TLS waits in the backlog
+            return self._prepare(self.config, self.crew_loading)
+        sockets = [sock for group in claimed.listeners.groups for sock in group]
+        with Lobby(sockets) as lobby:
+
+            def progress(text: str, fraction: float | None) -> None:
+                lobby.tell(text, fraction)
+                self.crew_loading(text, fraction)
+
+            return self._prepare(self.config, progress)
+
     def _serve(self, claimed: Claim) -> None:
         _raise_descriptor_limit()
         self._loop = Loop()
         try:
             self._wiring = Wiring(self.config, claimed.listeners, claimed.next_epoch)
+            records = DeathRecords(
+                self.config,
+                wiring=self._wiring,
+                loop=self._loop,
+                reporter=self._report,
+                environ=self._environ,
+            )
             self._crew = Crew(
                 self.config,
                 wiring=self._wiring,
@@ -108,6 +140,7 @@ class Supervisor:
                 command=self._command,
                 environ=self._environ,
                 external=self._external,
+                records=records,
             )
             server = InstanceServer(claimed.lock, self._loop, self)
             try:
@@ -118,11 +151,15 @@ class Supervisor:
                 self._crew.start()
                 self._beat()
                 self._feed_watchdog()
+                self._ask_for_time()
+                self._bound_log()
                 while not self._is_over:
                     self._loop.turn()
             finally:
                 self._crew.end()
+                self._say_ended()
                 server.close()
+                records.close()
                 self._wiring.close()
         finally:
             self._loop.close()
@@ -130,6 +167,14 @@ class Supervisor:
     def _beat(self) -> None:
         self._wiring.board["heartbeat_ns"] = time.monotonic_ns()
         self._loop.after(HEARTBEAT_S, self._beat)
+
+    def _bound_log(self) -> None:
+        if not self.config.log_file:
+            return
+        lost = BoundedLog(self.config.log_file, self.config.log_max_bytes).check()
+        if lost:
+            self._report.say(lost, is_warning=True)
+        self._loop.after(LOG_CHECK_S, self._bound_log)
 
     def _feed_watchdog(self) -> None:
         """WATCHDOG=1 while nobody is stopped or hung: the service manager restarts what does not get well."""
@@ -164,7 +209,13 @@ class Supervisor:
         self._report(text, fraction)
         if self._state == "starting":
             done = "" if fraction is None else f" {100 * fraction:.0f} %"
-            self._notifier.send(STATUS=f"{text}{done}", EXTEND_TIMEOUT_USEC=_MORE_TIME_USEC)
+            self._notifier.send(STATUS=f"{text}{done}", **_extension(_MORE_TIME_S))
+
+    def _ask_for_time(self) -> None:
+        """One phase of loading may be silent for minutes; what hangs there is ended by the rules of health.py."""
+        if self._state == "starting":
+            self._notifier.send(**_extension(_MORE_TIME_S))
+            self._loop.after(_ASK_TIME_S, self._ask_for_time)
 
     def _set_state(self, state: str, **news: str | int) -> None:
         if self._state != state:
@@ -180,6 +231,13 @@ class Supervisor:
             f"(pids: supervisor {os.getpid()}, {pids})",
         )
 
+    def _say_ended(self) -> None:
+        if self._state != "stopping":
+            return  # it never came to serve: the error that is on its way says it all
+        num = self._crew.num_cut
+        word = "request was" if num == 1 else "requests were"
+        self._report.say(f"ended; {num} {word} cut", is_warning=bool(num))
+
     # --- what the operator says: signals, and the instance socket
 
     def drain(self) -> None:
@@ -190,13 +248,19 @@ class Supervisor:
         if self._state == "draining":
             self.stop()
             return
-        self._set_state("draining", STOPPING=1, STATUS="draining")
-        self._wiring.board["draining"] = 1
         timeout_s = self.config.drain_timeout_s
+        extend_s = timeout_s + 2 * STOP_GRACE_S + _SPARE_S
+        self._set_state("draining", STOPPING=1, STATUS="draining", **_extension(extend_s))
+        self._wiring.board["draining"] = 1
         self._report.say(f"draining: requests in flight get {timeout_s:g} s; once more ends now")
         self._crew.drain()
-        self._loop.after(self.config.drain_timeout_s, self._end_drain)
+        self._loop.after(timeout_s, self._end_drain)
         self.crew_changed()
+
+    def drain_once(self) -> None:
+        """As `drain`, but who asks a second time only waits with the first: several may want one end."""
+        if self._state not in ("draining", "stopping"):
+            self.drain()
 
     def _end_drain(self) -> None:
         if self._state == "draining":
@@ -206,10 +270,8 @@ class Supervisor:
         """End now: what is in flight gets an error."""
         if self._state == "stopping":
             return
-        cut = self._crew.num_in_flight()
-        if cut:
-            self._report.say(f"{cut} requests in flight are cut", is_warning=True)
-        self._set_state("stopping", STOPPING=1, STATUS="stopping")
+        extend_s = 2 * STOP_GRACE_S + _SPARE_S
+        self._set_state("stopping", STOPPING=1, STATUS="stopping", **_extension(extend_s))
         self._crew.stop()
         self._loop.after(2 * STOP_GRACE_S, self._leave)
         self.crew_changed()
@@ -230,10 +292,17 @@ class Supervisor:
             "since": self._since,
             "url": self._url,
             "model": self.config.model.served_name,
+            "model_folder": self.config.model.folder,
             "in_flight": self._crew.num_in_flight(),
+            "queue": queue_of(self._crew.children()),
+            "log_file": os.path.abspath(self.config.log_file) if self.config.log_file else "",
             "children": [post.status(time.monotonic_ns()) for post in self._crew.posts],
             "channels": self._wiring.channels(),
         }
+
+
+def _extension(seconds: float) -> dict[str, int]:
+    return {"EXTEND_TIMEOUT_USEC": int(seconds * 1e6)}
 
 
 def _raise_descriptor_limit() -> None:

@@ -78,6 +78,7 @@ class SubmitKind(IntEnum):
     PAUSE = 5
     RESUME = 6
     FLUSH_CACHE = 7
+    EVICT = 8
 
 
 class Section(IntEnum):
@@ -91,7 +92,18 @@ class Section(IntEnum):
     GRAMMAR = 8
     CACHE_SALT = 9
     DIGEST = 10
+    SHOWN_IDS = 11
 
+
+_ID_SECTIONS: Final = frozenset(
+    (
+        Section.PROMPT_IDS,
+        Section.STOP_IDS,
+        Section.ALLOWED_IDS,
+        Section.BAD_IDS,
+        Section.SHOWN_IDS,
+    )
+)
 
 FLAG_LAST_IS_STOP: Final = 1
 """TOKENS: the last token ended the request (EOS or a stop id): it counts, and has no text."""
@@ -375,6 +387,11 @@ def pack_submit(request: Submit) -> tuple[bytes, int]:
     if p.logit_bias:
         pairs = np.array(list(p.logit_bias), [("id", "<i4"), ("bias", "<f4")])
         parts.append(_section(Section.LOGIT_BIAS, pairs.tobytes()))
+    if p.allowed_token_ids:
+        parts.append(_section(Section.ALLOWED_IDS, np.array(p.allowed_token_ids, "<i4").tobytes()))
+    parts += [_section(Section.BAD_IDS, np.array(word, "<i4").tobytes()) for word in p.bad_words]
+    if p.shown_ids:
+        parts.append(_section(Section.SHOWN_IDS, np.array(p.shown_ids, "<i4").tobytes()))
     if p.grammar:
         parts.append(_section(Section.GRAMMAR, p.grammar.encode()))
     if request.cache_salt:
@@ -410,17 +427,60 @@ def pack_submit(request: Submit) -> tuple[bytes, int]:
 
 
 def pack_control(kind: SubmitKind, req_id: int, *, time_ns: int, digest: bytes = b"") -> bytes:
-    """One slot of ABORT, ABORT_BY_ID, PAUSE, RESUME or FLUSH_CACHE."""
+    """One slot of ABORT, ABORT_BY_ID, PAUSE, RESUME, FLUSH_CACHE or EVICT."""
     head = _SUBMIT_HEAD.pack(req_id, kind, 0, 1, 0, time_ns)
     return (head + digest).ljust(SUBMIT_SLOT_BYTES, b"\0")
+
+
+def digest_of_req_id(req_id: int) -> bytes:
+    """A digest that stands for one sequence, of whichever front end: what ABORT_BY_ID carries for the id of an answer."""
+    return bytes(8) + req_id.to_bytes(8, "big")
+
+
+def req_id_of_digest(digest: bytes) -> int:
+    """The sequence that a digest stands for; 0 if it stands for an id that a client gave."""
+    return int.from_bytes(digest[8:], "big") if digest[:8] == bytes(8) else 0
 
 
 def submit_head(slot: memoryview | bytes) -> tuple[int, int, int]:
     """(req_id, kind, num_slots) of a submit slot. Raises WireError for a kind that is none."""
     req_id, kind, _, num_slots, _, _ = _SUBMIT_HEAD.unpack_from(slot)
-    if not SubmitKind.SUBMIT <= kind <= SubmitKind.FLUSH_CACHE:
+    if not SubmitKind.SUBMIT <= kind <= SubmitKind.EVICT:
         raise WireError(f"submit record of unknown kind {kind}")
     return req_id, kind, num_slots if kind == SubmitKind.SUBMIT else 1
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitHead:
+    """What a submit slot says of itself, without what the client sent. The last two are of a SUBMIT; -1 elsewhere."""
+
+    req_id: int
+    kind: int
+    num_slots: int  # of a CONTINUATION: its number
+    time_ns: int
+    prompt_tokens: int = -1
+    max_tokens: int = -1
+
+
+def peek_submit(slot: memoryview | bytes) -> SubmitHead:
+    """The head of any submit slot, also of one whose kind is none: for those who look on."""
+    req_id, kind, _, num_slots, _, time_ns = _SUBMIT_HEAD.unpack_from(slot)
+    if kind == SubmitKind.CONTINUATION:
+        return SubmitHead(req_id, kind, num_slots, 0)
+    if kind != SubmitKind.SUBMIT:
+        return SubmitHead(req_id, kind, 1, time_ns)
+    tag, _, size = struct.unpack_from("<HHI", slot, _SECTIONS_OFFSET)
+    prompt_tokens = size // 4 if tag == Section.PROMPT_IDS else -1
+    return SubmitHead(req_id, kind, num_slots, time_ns, prompt_tokens, _SUBMIT.unpack_from(slot)[10])
+
+
+def without_contents(slots: bytes) -> bytes:
+    """Submit slots less what the client sent: nothing is left behind their heads, which `peek_submit` reads, but zeros."""
+    rows = np.frombuffer(slots, np.uint8).reshape(-1, SUBMIT_SLOT_BYTES).copy()
+    is_continuation = rows[:, 8] == SubmitKind.CONTINUATION
+    rows[is_continuation, _CONTINUATION_OFFSET:] = 0
+    rows[:, _SECTIONS_OFFSET + 8 :] = 0
+    return rows.tobytes()
 
 
 def control_digest(slot: memoryview | bytes) -> bytes:
@@ -448,6 +508,9 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
     regexes: list[str] = []
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    shown_ids: tuple[int, ...] = ()
+    bad_words: list[tuple[int, ...]] = []
     salt = digest = b""
     grammar = ""
     at = 0
@@ -460,8 +523,10 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
             raise WireError(f"section {tag} of {size} bytes passes the end")
         data = body[at : at + size]
         at += size + (-size % 4)
-        if tag in (Section.PROMPT_IDS, Section.STOP_IDS) and size % 4:
+        if tag in _ID_SECTIONS and size % 4:
             raise WireError(f"section {tag} of {size} bytes holds no whole ids")
+        if tag in (Section.ALLOWED_IDS, Section.BAD_IDS) and not size:
+            raise WireError(f"section {tag} holds no ids, which would forbid everything")
         if tag == Section.PROMPT_IDS:
             prompt = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
         elif tag == Section.STOP_STRING:
@@ -480,6 +545,12 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
                 raise WireError(f"logit_bias of {size} bytes holds no whole pairs")
             pairs = np.frombuffer(data, [("id", "<i4"), ("bias", "<f4")])
             bias = tuple(zip(pairs["id"].tolist(), pairs["bias"].tolist(), strict=True))
+        elif tag == Section.SHOWN_IDS:
+            shown_ids = tuple(np.frombuffer(data, "<i4").tolist())
+        elif tag == Section.ALLOWED_IDS:
+            allowed_ids = tuple(np.frombuffer(data, "<i4").tolist())
+        elif tag == Section.BAD_IDS:
+            bad_words.append(tuple(np.frombuffer(data, "<i4").tolist()))
         elif tag == Section.GRAMMAR:
             try:
                 grammar = data.decode()
@@ -497,7 +568,8 @@ def unpack_submit(slots: Sequence[memoryview | bytes]) -> Submit:
         prompt_logprobs=f[20], num_speculative_tokens=f[21],
         seed=f[8], priority=f[9], stop=tuple(stops), stop_regex=tuple(regexes), stop_token_ids=stop_ids, logit_bias=bias,
         ignore_eos=bool(flags & SUBMIT_IGNORE_EOS), include_stop=bool(flags & SUBMIT_INCLUDE_STOP),
-        skip_special_tokens=bool(flags & SUBMIT_SKIP_SPECIAL), grammar=grammar,
+        skip_special_tokens=bool(flags & SUBMIT_SKIP_SPECIAL), allowed_token_ids=allowed_ids, shown_ids=shown_ids,
+        bad_words=tuple(bad_words), grammar=grammar,
     )  # fmt: skip
     return Submit(
         req_id=req_id, prompt_ids=prompt, params=params, arrival_ns=f[6], submitted_ns=f[5],

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from shmserve.boards import SUPERVISOR_BOARD
+from shmserve.boards import SUPERVISOR_BOARD, http_board
 from shmserve.children import BOARD_SPECS, HTTP, WORKER, Child
 from shmserve.config import Config
+from shmserve.ledger import Ledger
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.sockets import Listeners
@@ -37,6 +38,7 @@ class Wiring:
         self._supervisor_epoch = next_epoch()
         self.board = Board.create(self._board_name("supervisor", 0), SUPERVISOR_BOARD, self.epoch)
         self.board["pid"] = os.getpid()
+        self._ledger = Ledger(self.board)
 
     @property
     def epoch(self) -> int:
@@ -47,7 +49,10 @@ class Wiring:
 
     def new_board(self, role: str, index: int, epoch: int) -> Board:
         """The board of a child that is about to be started. Raises SegmentError."""
-        return Board.create(self._board_name(role, index, epoch), BOARD_SPECS[role], epoch)
+        table_size = self._config.rings.table_size
+        is_http = role == HTTP
+        spec = http_board(table_size, self._config.num_workers) if is_http else BOARD_SPECS[role]
+        return Board.create(self._board_name(role, index, epoch), spec, epoch)
 
     def reserve(self, epoch: int, num_http: int, num_workers: int) -> None:
         """Make all channels of a start, so that a /dev/shm without room is found before anything is started."""
@@ -111,6 +116,9 @@ class Wiring:
     def disconnect(self, child: Child, others: Iterable[Child]) -> None:
         """Tell the peers that `child` is gone, and remove its channels and its board."""
         peers = {(other.role, other.index): other for other in others}
+        for other in peers.values():
+            if other.role == HTTP:
+                self._tell_board(other, child.role, child.index, "")
         for pair in list(self._channels):
             http, worker = pair
             if child.index != (http if child.role == HTTP else worker):
@@ -128,7 +136,22 @@ class Wiring:
                 )
             channel.unlink()
             channel.close()
-        child.close()
+        with self._ledger.taking_over(child.role, child.board):
+            child.close()
+
+    def is_open(self, http: int, worker: int, epoch: int) -> bool:
+        """Whether the channel of this pair is still the one of this epoch."""
+        channel = self._channels.get((http, worker))
+        return channel is not None and channel.epoch == epoch
+
+    def rings_of(self, child: Child) -> list[str]:
+        """Names of the rings between `child` and all others."""
+        ends = [
+            (channel, pair[0] if child.role == HTTP else pair[1])
+            for pair, channel in self._channels.items()
+        ]
+        rings = [(c.submit, c.tokens) for c, index in ends if index == child.index]
+        return [ring.segment.name for pair in rings for ring in pair]
 
     def channels(self) -> list[dict[str, Any]]:
         """The open channels, for `status`."""

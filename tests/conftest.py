@@ -1,11 +1,15 @@
 """Fixtures that several test folders share. Toy files are written by hand, byte by byte."""
 
+import gc
 import os
+import signal
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from shmserve.models import DEFAULT_MODEL, PreparedModel, prepare
 from shmserve.token_bytes import byte_of_character
@@ -16,6 +20,16 @@ TYPE_IDS |= {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}
 # Before torch is imported: its threads would spin for neighbours that two busy cores never let run (a 0.1 s step took 10 s).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# A background job of a script ignores SIGINT, and so would every server started here, which is then told to end by one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How hard hypothesis looks: `make test` takes "quick", `make test-all` asks for "full" (--hypothesis-profile). A test that wants
+# more or fewer examples says so as a multiple or a part of `settings.default.max_examples`.
+settings.register_profile("full", max_examples=100, deadline=None)
+settings.register_profile("quick", max_examples=25, deadline=None)
+settings.load_profile("quick")
+
 
 @pytest.fixture(scope="session")
 def default_model() -> PreparedModel:
@@ -23,11 +37,54 @@ def default_model() -> PreparedModel:
     return prepare(DEFAULT_MODEL)
 
 
+# What takes longest comes first, so that neither process is left alone with it at the end.
+LONGEST_FIRST = (
+    "tests/e2e/",
+    "tests/worker/cpu/",
+    "tests/process/",
+    "tests/worker/test_torch_runner.py",
+    "tests/rings/test_machine.py",
+    "tests/worker/test_scheduler_machine.py",
+    "tests/worker/test_sampler.py",
+    "tests/worker/test_decoder.py",
+    "tests/stress/",
+)
+
+
+def _rank(item: pytest.Item) -> int:
+    starts = (item.nodeid.startswith(prefix) for prefix in LONGEST_FIRST)
+    return next((rank for rank, is_it in enumerate(starts) if is_it), len(LONGEST_FIRST))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_rank)  # all others stay in their order
     for item in items:
         if "default_model" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.model)
             item.add_marker(pytest.mark.timeout(600))  # whichever is first may have to download
+
+
+# A server of the real model and compiled kernels are made once for all files of these folders: one process takes them.
+TOGETHER = ("tests/e2e/", "tests/worker/cpu/")
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives files to processes as `--dist loadfile` does, but those of such a folder to one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndFolders(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            whole = next((folder for folder in TOGETHER if nodeid.startswith(folder)), None)
+            return whole or super()._split_scope(nodeid)
+
+    return FilesAndFolders(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """What the test modules imported stays to the end: a collection of garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _string(text: str) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from shmserve import __version__, cli, supervisor
 from shmserve.config import Config, ConfigError
+from shmserve.models import PreparedModel
 from shmserve.settings import SETTINGS, ByteSize
 
 Run = Callable[..., Config]
@@ -124,10 +127,26 @@ def test_simulated_runner_has_room_for_256_unless_told_otherwise(start: Run) -> 
 def test_ring_table_grows_with_what_it_must_hold_unless_it_was_set(
     start: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert start("--max-queued-requests", "5000").rings.table_size == 5032
+    # What it must hold, and a few on their way out.
+    assert start("--max-queued-requests", "5000").rings.table_size == 5096
     args = ["start", "--max-queued-requests", "5000", "--ring-table-size", "2048"]
     assert cli.main(args) == 1
     assert "--ring-table-size 2048 is less than" in capsys.readouterr().err
+
+
+def test_limits_are_printed_with_their_sum_and_nothing_is_started(
+    default_model: PreparedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["start", "--print-limits", "--runner", "simulated", "--max-model-len", "1000"]
+    assert cli.main([*args, "--max-bodies-bytes", "48M"]) == 0
+    text = capsys.readouterr().out
+    assert f"1 x {16 * 48 << 20:>13,} B  bodies" in text
+    assert f"512 x {8_000:>13,} B  their prompts" in text
+    (whole,) = re.findall(r"^all of it: ([\d,.]+) MiB$", text, re.M)
+    parts = re.findall(r"^\S.*: ([\d,.]+) MiB$", text.partition("all of it")[0], re.M)
+    assert len(parts) == 3
+    total = sum(float(part.replace(",", "")) for part in parts)
+    assert abs(total - float(whole.replace(",", ""))) < 0.2
 
 
 @pytest.mark.parametrize(
@@ -156,6 +175,8 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     [
         (["start", "--prot", "1"], 2, ["--prot"]),
         (["start", "--port", "many"], 2, ["--port", "'many'"]),
+        (["start", "--queue-full-status", "500"], 1, ["--queue-full-status must be 503 or 429"]),
+        (["start", "--waiting-timeout", "-1"], 1, ["--waiting-timeout must be 0.0 to"]),
         (["start", "--port", "70000"], 1, ["--port must be 0 to 65535", "70000"]),
         (["start", "--token-policy", "hope"], 2, ["--token-policy", "coalesce"]),
         (["start", "--token-ring-slots", "100"], 1, ["--token-ring-slots", "power of two"]),
@@ -164,7 +185,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         (["start", "--instance", "a/b"], 1, ["--instance"]),
         (["start", "surplus"], 2, ["surplus"]),
         (["begin"], 2, ["begin"]),
+        (["start", "--daemon", "--port", "0"], 1, ["--port 0 needs --instance"]),
+        (["start", "--log-file", "/no/such/log"], 1, ["--log-file /no/such/log"]),
+        (["start", "--log-max-bytes", "10"], 1, ["--log-max-bytes", "4096"]),
         (["status"], 1, ["no instance is running"]),
+        (["restart", "--instance", "nobody"], 1, ["nobody"]),
         (["stop", "--port", "1"], 1, ["-1'", "is running"]),
         (["drain", "--instance", "nobody"], 1, ["nobody"]),
     ],
@@ -215,3 +240,36 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["start", "--help"]) == 0
     text = capsys.readouterr().out
     assert [setting.flag for setting in SETTINGS if f"{setting.flag} " not in text] == []
+
+
+def test_keys_become_digests_and_are_shown_nowhere(
+    start: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From flags, a variable, a settings file and a file of keys, which add up."""
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\n  key-in-file  \nkey-two\n")
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'admin-key = ["key-of-admin"]\napi-key-file = "{file}"\n')
+    config = start("--api-key", "key-a", "--api-key", "key-b", "--config", str(settings))
+    assert config.http.api_keys == tuple(
+        hashlib.sha256(key).hexdigest() for key in (b"key-a", b"key-b", b"key-in-file", b"key-two")
+    )
+    assert config.http.admin_keys == (hashlib.sha256(b"key-of-admin").hexdigest(),)
+    monkeypatch.setenv("SHMSERVE_API_KEY", "key-c key-d")
+    assert len(start().http.api_keys) == 2
+    assert cli.main(["start", "--config", str(settings), "--help"]) == 0
+    assert cli.main(["start", "--api-key", "key-\u00e9"]) == 2
+    assert cli.main(["start", "--admin-key", "key-with blank"]) == 2
+    file.write_text("# nothing\n")
+    assert cli.main(["start", "--api-key-file", str(file)]) == 1
+    shown = "".join(capsys.readouterr()) + repr(config) + config.to_json().decode()
+    assert "--api-key-file" in shown and "holds no key" in shown
+    for secret in ("key-a", "key-c", "key-in-file", "key-of-admin", "key-with", "key-\u00e9"):
+        assert secret not in shown
+    assert not any(digest in repr(config) for digest in config.http.api_keys)
+
+
+def test_lists_of_hosts_and_origins_are_repeated_flags(start: Run) -> None:
+    http = start("--allowed-hosts", "a.example", "--allowed-hosts", ".b.example").http
+    assert http.allowed_hosts == ("a.example", ".b.example")
+    assert start("--cors-origin", "https://c.example").http.cors_origins == ("https://c.example",)

@@ -64,6 +64,21 @@ def test_end_of_file_is_none_after_the_last_message(
     assert theirs.receive() is None
 
 
+def test_last_words_of_one_that_left_unread_mail_behind_are_heard(
+    links: tuple[ControlLink, ControlLink],
+) -> None:
+    one, other = links
+    one.send({"type": "never read"})
+    other.send({"type": "loading"})
+    other.send({"type": "failed"})
+    other.close()
+    for kind in ("loading", "failed"):
+        received = one.receive()
+        assert received is not None
+        assert received[0]["type"] == kind
+    assert one.receive() is None
+
+
 def test_nothing_there_would_block(links: tuple[ControlLink, ControlLink]) -> None:
     _, theirs = links
     theirs.set_nonblocking()

@@ -14,7 +14,7 @@ from shmserve.model_facts import facts_of_gguf
 from shmserve.token_bytes import TokenBytes
 
 FUZZ = settings(
-    max_examples=400,
+    max_examples=4 * settings.default.max_examples,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

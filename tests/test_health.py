@@ -16,7 +16,7 @@ WELL = Vitals(
     heartbeat_ns=NOW - S // 4,
     phase=Phase.DECODE,
     phase_since_ns=NOW - S // 100,
-    slowest_step_ns=S // 100,
+    expected_step_ns=S // 100,
     grace_ns=NOW - 500 * S,
     stopped_ns=0,
     is_ready=True,
@@ -53,8 +53,8 @@ def test_step_longer_than_the_hang_timeout_is_fatal(phase: Phase) -> None:
 def test_slow_steps_of_the_past_give_a_long_step_more_time() -> None:
     """A prefill of a minute is no hang where steps of 20 s are known."""
     slow = 20 * S
-    assert verdict(slowest_step_ns=slow, phase_since_ns=NOW - 199 * S).state == "ok"
-    assert verdict(slowest_step_ns=slow, phase_since_ns=NOW - 200 * S).must_end
+    assert verdict(expected_step_ns=slow, phase_since_ns=NOW - 199 * S).state == "ok"
+    assert verdict(expected_step_ns=slow, phase_since_ns=NOW - 200 * S).must_end
 
 
 def test_loading_may_hold_the_interpreter_for_seconds_but_not_for_ever() -> None:

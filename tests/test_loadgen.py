@@ -7,7 +7,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from shmserve.loadgen import COMPLETIONS_PATH, LoadReport, LoadSpec, RequestResult, run_load
+from shmserve.load_report import LoadReport, RequestResult
+from shmserve.load_spec import COMPLETIONS_PATH, LoadSpec
+from shmserve.loadgen import run_load
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 9}
 

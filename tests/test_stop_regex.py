@@ -55,7 +55,7 @@ def expected(text: str, patterns, stops=()):
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(
     text=st.text("abcdB€ ", max_size=24),
     patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3, unique=True),

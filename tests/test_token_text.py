@@ -122,7 +122,7 @@ def test_the_check_at_load_knows_each_kind(make):
 
 
 @kinds
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_deltas_add_up_to_the_decode_of_all_ids(kind, data, skip):
     units = st.one_of(
@@ -136,7 +136,7 @@ def test_deltas_add_up_to_the_decode_of_all_ids(kind, data, skip):
 
 
 @kinds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(data=st.data())
 def test_a_plain_stream_may_go_on_by_the_table(kind, data):
     """What the pump does by itself: the pieces of tokens that are whole characters."""

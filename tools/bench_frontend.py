@@ -8,6 +8,8 @@ the inside of the server; all it takes from it is its processes' command lines, 
     floor    the same two of the bare server, whose frames are a real frame of ours, byte for byte but for the id
     place    the front end, or the floor, alone on one core; worker, supervisor, client and this process on another
 
+    feature  what the requests want beside plain text (frontend_features.py); the floor's frames stay plain, and the bars are plain's
+
 A pair is one run against each, in turn first. Every figure of a row is the median over its pairs; ratios and differences
 are taken within a pair, because the machine's speed drifts between them.
 """
@@ -37,13 +39,14 @@ from bench_common import (
     wait_until_quiet,
     write_json,
 )
+from frontend_features import FEATURES, PLAIN
 from frontend_run import EmissionLog, StreamRun, run_client, tokens_per_s
 from frontend_servers import FloorServer, OurServer
 
 HERE = Path(__file__).resolve().parent
 BATCHES = "1,8,32,64,128,256,384"
 COLUMNS = (
-    "batch pairs c_us floor_c_us c_ratio frames_per_token tokens_per_s tokens_per_s_of_ideal "
+    "feature batch pairs c_us floor_c_us c_ratio frames_per_token tokens_per_s tokens_per_s_of_ideal "
     "itl_mean_ms itl_p50_ms itl_p99_ms itl_max_ms floor_itl_p99_ms lag_p50_ms lag_p99_ms "
     "floor_lag_p99_ms frontend_cores client_cores noise_cores"
 )
@@ -135,7 +138,12 @@ def measure_pair(
 
 
 def measure_batch(
-    batch: int, ours: OurServer, floor: FloorServer, program: Path, settings: Settings
+    batch: int,
+    ours: OurServer,
+    floor: FloorServer,
+    program: Path,
+    settings: Settings,
+    feature: str = PLAIN,
 ) -> Row:
     """All pairs of one B; a noisy pair is measured again while redos are left.
 
@@ -144,6 +152,7 @@ def measure_batch(
     pairs: list[Row] = []
     num_redo = settings.num_redo
     most_pairs = 3 * settings.num_pairs
+    ours.ask_for(FEATURES[feature])
     for server in (ours, floor):  # not measured: both have then served so many streams before
         warm = run_client(program, server, batch, settings.num_tokens)
         server.log.emission_times({stream.req_id for stream in warm.streams}, settings.num_tokens)
@@ -167,20 +176,22 @@ def measure_batch(
             else "never all decoding at once"
         )
         click.echo(
-            f"B = {batch}, pair {len(pairs)}: {costs}, "
+            f"{feature}, B = {batch}, pair {len(pairs)}: {costs}, "
             f"lag p99 {pair['lag_p99_ms']:.2f} ms, floor {pair['floor_lag_p99_ms']:.2f} ms",
             err=True,
         )
     medians = {
         key: median([pair[key] for pair in pairs if pair[key] is not None]) for key in pairs[0]
     }
-    return {"batch": batch, "pairs": len(pairs), **medians}
+    return {"feature": feature, "batch": batch, "pairs": len(pairs), **medians}
 
 
 def bars_of(rows: list[Row], step_ms: float) -> list[Bar]:
     """The product's promises on the rows at hand."""
     bars = []
     for row in rows:
+        if row.get("feature", PLAIN) != PLAIN:
+            continue
         at = f"B = {row['batch']}"
         limit = {64: 2.0, 256: 1.6}.get(row["batch"])
         if limit is not None:
@@ -198,6 +209,13 @@ def bars_of(rows: list[Row], step_ms: float) -> list[Bar]:
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option(
     "--batches", default=BATCHES, show_default=True, help="numbers of streams, with commas"
+)
+@click.option(
+    "--feature",
+    "features",
+    multiple=True,
+    type=click.Choice([name for name in FEATURES if name != PLAIN]),
+    help="measure this too, behind the plain streams of each B",
 )
 @click.option("--pairs", "num_pairs", default=7, show_default=True, help="pairs of runs per batch")
 @click.option("--tokens", "num_tokens", default=256, show_default=True, help="tokens per stream")
@@ -230,6 +248,7 @@ def bars_of(rows: list[Row], step_ms: float) -> list[Bar]:
 )
 def main(
     batches: str,
+    features: tuple[str, ...],
     num_pairs: int,
     num_tokens: int,
     step_ms: float,
@@ -259,7 +278,8 @@ def main(
             click.echo(f"a frame is {len(frame)} bytes: {frame.decode().strip()}", err=True)
             with FloorServer(folder, frame, num_tokens, step_ms, front_core, over_unix) as floor:
                 for batch in sizes:
-                    rows.append(measure_batch(batch, ours, floor, program, settings))
+                    for feature in (PLAIN, *features):
+                        rows.append(measure_batch(batch, ours, floor, program, settings, feature))
     print_table(rows, COLUMNS.split())
     write_json(json_path, rows)
     print(noise_sentence(float(row["noise_cores"]) for row in rows))

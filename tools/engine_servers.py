@@ -32,7 +32,9 @@ from typing import Any, Self
 from bench_common import ROOT, Row, children_of, median, stop_process, wait_for
 from frontend_servers import free_port, still_running
 
-from shmserve.loadgen import COMPLETIONS_PATH, LoadSpec, RequestResult, run_load
+from shmserve.load_report import RequestResult
+from shmserve.load_spec import COMPLETIONS_PATH, LoadSpec
+from shmserve.loadgen import run_load
 
 STOP_GRACE_S = 15.0
 START_TIMEOUT_S = 300.0

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from bench_common import ROOT, children_of, command_line, pin, stop_process, wait_for
 from frontend_run import EmissionLog
@@ -49,6 +49,9 @@ class Server:
     """A server process that answers GET /health, and the log of what it emitted."""
 
     name = ""
+
+    pins = True
+    """Whether the measured process gets a core of its own."""
 
     def __init__(self, folder: Path, core: int, over_unix: bool) -> None:
         self.port = free_port()
@@ -98,7 +101,8 @@ class Server:
         try:
             wait_for(self._is_up, 120, f"{self.name} on port {self.port}")
             self.measured_pid = self.find_measured(self._process.pid)
-            pin(self.measured_pid, self._core)
+            if self.pins:
+                pin(self.measured_pid, self._core)
         except BaseException:
             self.stop()
             raise
@@ -139,8 +143,11 @@ class OurServer(Server):
         core: int,
         over_unix: bool,
         options: tuple[str, ...],
+        *,
+        pins: bool = True,
     ) -> None:
         super().__init__(folder, core, over_unix)
+        self.pins = pins
         self._max_num_seqs = max_num_seqs
         self._step_ms = step_ms
         self._options = options
@@ -197,7 +204,11 @@ class OurServer(Server):
         models = json.loads(connection.getresponse().read())
         connection.close()
         self._body["model"] = models["data"][0]["id"]
-        self.body_file.write_text(json.dumps(self._body))
+        self.ask_for({})
+
+    def ask_for(self, fields: dict[str, Any]) -> None:
+        """What each request says from now on, beside the prompt and its length."""
+        self.body_file.write_text(json.dumps(self._body | fields))
 
     def probe_frame(self) -> bytes:
         """A real content frame of median length, blank line included; the streams' log entries are forgotten later."""

@@ -12,7 +12,9 @@ from pathlib import Path
 from bench_common import Row, percentile
 from engine_servers import Server, make_prompts, our_server
 
-from shmserve.loadgen import COMPLETIONS_PATH, LoadReport, LoadSpec, run_load
+from shmserve.load_report import LoadReport
+from shmserve.load_spec import COMPLETIONS_PATH, LoadSpec
+from shmserve.loadgen import run_load
 
 NUM_STREAMS = 8
 STREAM_TOKENS = 600

@@ -107,7 +107,7 @@ class TimedRunner(SimulatedRunner):
 
 
 def drain(channel: Channel, until: Connection) -> None:
-    """The front end's process: takes what is announced and gives it back, then says how many token records there were."""
+    """The front end's process: takes what is announced and gives it back, then says how many tokens there were."""
     consumer = channel.tokens.consumer()
     poll = select.poll()
     poll.register(channel.tokens.data.fd, select.POLLIN)
@@ -118,10 +118,14 @@ def drain(channel: Channel, until: Connection) -> None:
         consumer.poll()
         while consumer.owed:
             view = consumer.view(consumer.owed)
-            kinds = np.frombuffer(view, np.uint8).reshape(-1, TOKEN_SLOT_BYTES)[:, 20]
-            num_tokens += int((kinds == TokenKind.TOKENS).sum())
-            consumer.release(len(kinds))
-            del kinds, view
+            slots = np.frombuffer(view, np.uint8).reshape(-1, TOKEN_SLOT_BYTES)
+            kinds, counts = (
+                slots[:, 20],
+                slots[:, 21],
+            )  # several tokens in one where the ring was full
+            num_tokens += int(counts[kinds == TokenKind.TOKENS].sum())
+            consumer.release(len(slots))
+            del slots, kinds, counts, view
     until.send(num_tokens)
 
 

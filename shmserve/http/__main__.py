@@ -19,17 +19,25 @@ from aiohttp import web
 
 from shmserve import child
 from shmserve.boards import HEARTBEAT_S, Phase
+from shmserve.config import ConfigError
 from shmserve.http import app
 from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
 from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
 from shmserve.http.listener import Listener
+from shmserve.http.neighbours import Neighbours
+from shmserve.http.occupancy import Occupancy, most_connections
+from shmserve.http.request_templates import RequestTemplates
+from shmserve.http.routing import Router
+from shmserve.http.security import bound_addresses, warning_of
+from shmserve.http.slow_client import SlowClients
 from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
 from shmserve.models import PreparedModel
+from shmserve.orphan import PATIENCE_S, OrphanGuard, remove_leftovers
 from shmserve.rings.channel import Channel
 
 log = logging.getLogger(__name__)
@@ -44,10 +52,21 @@ class HttpProcess:
         self.board = joined.board
         self.boards = Boards()
         self.client = WorkerClient(joined.index, config.rings, joined.board)
+        self.client.on_broken = self._accuse
         for worker in range(config.num_workers):
             self.client.link(worker)
+        neighbours = Neighbours(joined.index, self.boards) if config.num_http > 1 else None
+        self.client.router = Router(
+            self.client.links,
+            joined.board,
+            policy=config.http.routing,
+            margin=config.affinity_margin,
+            block_size=config.worker.block_size,
+            neighbours=neighbours,
+        )
         model = PreparedModel.load(Path(config.model.folder))
         tokenizer = Tokenizer(model, config.http.tokenizer_threads)
+        self.client.vocab_size = tokenizer.vocab_size
         source = model.chat_template
         if config.model.chat_template:
             source = Path(config.model.chat_template).read_text()
@@ -57,17 +76,16 @@ class HttpProcess:
             served_name=config.model.served_name or model.name,
             tokenizer=tokenizer,
             template=ChatTemplate(source, tokenizer.special_tokens) if source else None,
+            own_templates=RequestTemplates(tokenizer.special_tokens),
             grammars=Grammars(model),
             client=self.client,
-            admission=Admission(
-                self.client,
-                config.worker.max_num_seqs * config.num_workers,
-                config.http.max_queued_requests,
-            ),
+            admission=Admission(self.client, config.worker.run_slots, config.http, neighbours),
             turnstile=Turnstile(self.client.is_behind),
+            slow_clients=SlowClients(joined.board),
             board=joined.board,
             started_at=int(time.time()),
         )
+        self._occupancy = self._bound_connections()
         self._stopped = asyncio.Event()
         self._orphaned = False
         self._listening = asyncio.Event()
@@ -82,20 +100,29 @@ class HttpProcess:
         self._beat_due = loop.time()
         self._beat()
         await self._listening.wait()
-        runner = app.runner_of(app.build(self.front, self.boards, self.joined.instance))
+        bound = bound_addresses(self._sockets)
+        if warning := warning_of(self.joined.config.http, bound):
+            log.warning("%s", warning)
+        runner = app.runner_of(app.build(self.front, self.boards, self.joined.instance, bound))
         await runner.setup()
         self._server = runner.server
         listeners: list[Listener] = []
         for sock in self._sockets:
             server = self._server
             assert server is not None, "set up just now"
-            listeners.append(Listener(server, sock, self.joined.config.http, self.front.turnstile))
+            listeners.append(
+                Listener(
+                    server, sock, self.joined.config.http, self.front.turnstile, self._occupancy
+                )
+            )
         # What lives now lives until the end: a full collection over it would hold every stream for 50 ms.
         gc.collect()
         gc.freeze()
         self._show(Phase.IDLE)
-        self.joined.link.send({"type": "ready", "info": {}})
+        if not self._stopped.is_set():
+            self.joined.link.send({"type": "ready", "info": {}})
         await self._stopped.wait()
+        self._tell_cut()
         # Streams that still run get a well-formed end before their connections close.
         for link in list(self.client.links.values()):
             link.state = "dead"
@@ -105,13 +132,30 @@ class HttpProcess:
         await asyncio.sleep(0)
         for listener in listeners:
             listener.close()
+        self._occupancy.close()
         await runner.cleanup()
         self._beat_timer.cancel()
         self.front.tokenizer.close()
         self.front.grammars.close()
         if self._orphaned:
-            self._unlink()
+            remove_leftovers(self.board.segment, os.environ, PATIENCE_S)
         return 0
+
+    def _bound_connections(self) -> Occupancy:
+        config, admission = self.joined.config, self.front.admission
+        asked = config.http.max_concurrent_connections
+        run_slots = config.worker.run_slots * config.num_workers
+        num_places = run_slots + config.http.max_queued_requests
+        most = most_connections(asked, num_places, config.num_workers)
+        if not most:
+            raise ConfigError("too few descriptors are allowed for one connection (ulimit -n)")
+        if most < asked:
+            log.warning(
+                "at most %d connections, not %d: more descriptors are not allowed (RLIMIT_NOFILE)",
+                most,
+                asked,
+            )
+        return Occupancy(most, admission.refused)
 
     def _on_control(self) -> None:
         while True:
@@ -164,6 +208,29 @@ class HttpProcess:
         if link.state == "dead":
             link.close(message.get("reason") or "it died")
 
+    def _accuse(self, worker: int, epoch: int, fault: str) -> None:
+        """Tell the supervisor of a worker whose records or counters cannot be: it is started anew."""
+        http = self.joined.index
+        message = {
+            "type": "broken",
+            "http": http,
+            "worker": worker,
+            "epoch": epoch,
+            "fault": fault,
+        }
+        try:
+            self.joined.link.send(message)
+        except OSError as error:  # the supervisor is gone, and so are we, or it does not read
+            log.warning("nobody hears of the broken channel: %s", error)
+
+    def _tell_cut(self) -> None:
+        """How many requests our end does not wait for: only this process knows at this moment."""
+        num = len({id(entry.signal) for entry in self.client.in_flight.values()})
+        try:
+            self.joined.link.send({"type": "cut", "num": num})
+        except OSError as error:
+            log.warning("%d requests are cut: %s", num, error)
+
     def _drain(self) -> None:
         self.front.admission.is_draining = True
         self._show(Phase.DRAINING)
@@ -181,9 +248,6 @@ class HttpProcess:
         self._listening.set()
         self._stopped.set()
 
-    def _unlink(self) -> None:
-        self.board.segment.unlink()
-
     def _show(self, phase: Phase) -> None:
         self.board["phase"] = phase
         self.board["phase_since_ns"] = time.monotonic_ns()
@@ -198,7 +262,9 @@ class HttpProcess:
         num_in_flight = len(self.client.in_flight)
         if num_in_flight or board["in_flight"]:
             board["in_flight"] = num_in_flight
-            board["waiting"] = self.client.num_waiting
+            line = self.front.admission.line
+            board["waiting"] = line.num_waiting
+            board["waiting_tokens"] = line.num_tokens
         board["connections"] = len(self._server.connections) if self._server else 0
         for link in self.client.links.values():
             link.fold_times()
@@ -208,6 +274,11 @@ class HttpProcess:
 
 def main(argv: list[str]) -> int:
     joined = child.join("http", argv)
+    if "fd:" in " ".join(argv):
+        child.wake_with_parents_end()
+    OrphanGuard(joined.link, joined.board.segment, os.environ)
+    # The tokenizer's own pool would take every core, whatever --tokenizer-threads says.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     joined.board["phase"] = Phase.LOADING
 
     async def serve() -> int:
@@ -224,5 +295,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
+    logging.shutdown()  # what was said is written, if stderr takes it
     sys.stderr.flush()
     os._exit(code)

@@ -9,21 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
 
 from shmserve import __version__
 from shmserve.http import health, native, openapi, utility
 from shmserve.http.anthropic import endpoints as anthropic
 from shmserve.http.anthropic.formats import error_response
+from shmserve.http.bodies import Bodies
+from shmserve.http.connection import expect_later, in_time, log_body
+from shmserve.http.debug_stream import DebugStream
 from shmserve.http.errors import ApiError
 from shmserve.http.front_end import ARRIVAL, FrontEnd
 from shmserve.http.metrics import InstanceCollector, render
 from shmserve.http.openai import endpoints, responses
+from shmserve.http.security import CHALLENGE, Gate
+from shmserve.http.slow_client import rules_of
+from shmserve.http.ui import add_page
 
 log = logging.getLogger(__name__)
 
@@ -33,64 +40,99 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BodyHandler = Callable[[FrontEnd, web.Request, bytes], Awaitable[web.StreamResponse]]
 
 
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Stamp the arrival; turn every error into the one JSON shape."""
-    request[ARRIVAL] = time.monotonic_ns()
-    try:
-        return await handler(request)
-    except ConnectionError as error:
+def entrance(gate: Gate, front: FrontEnd) -> Middleware:
+    """What every request passes: the stamp of its arrival, the gate, and at the end the one JSON shape of errors."""
+    rules = rules_of(front.config.http)
+
+    @web.middleware
+    async def enter(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request[ARRIVAL] = time.monotonic_ns()
+        try:
+            refusal = gate.check(request)
+            answer = refusal if refusal is not None else await handler(request)
+        except Exception as error:
+            if isinstance(error, ApiError) and error.status in (401, 403):
+                front.board.add("num_denied")
+            answer = _as_answer(request, error)
+        if isinstance(answer, web.Response) and request.transport is not None:
+            # It is written in this turn of the loop; who does not take it is looked at from the next on.
+            name = f"{request.method} {request.path[:80]!r}"
+            watch = front.slow_clients.watch_answer
+            asyncio.get_running_loop().call_soon(watch, request.transport, rules, name)
+        return answer
+
+    return enter
+
+
+def _as_answer(request: web.Request, error: Exception) -> web.Response:
+    if isinstance(error, ConnectionError):
         # The client has gone, and nobody reads an answer; raised on, it would be an error with a traceback in the log.
         log.debug("%s %s: %s", request.method, request.path, error)
         if request.transport is not None:
             request.transport.abort()
         return web.Response()
-    except Exception as error:
-        api_error = _as_api_error(request, error)
-        is_anthropic = request.path.startswith("/v1/messages")
-        response = error_response(api_error) if is_anthropic else api_error.response()
-        response.headers.update(endpoints.response_headers(request, None, []))
-        if isinstance(error, web.HTTPMethodNotAllowed):
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
+    api_error = _as_api_error(request, error)
+    is_anthropic = request.path.startswith("/v1/messages")
+    response = error_response(api_error) if is_anthropic else api_error.response()
+    response.headers.update(endpoints.response_headers(request, None, []))
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        response.headers["Allow"] = error.headers["Allow"]
+    if api_error.status == 401:
+        response.headers["WWW-Authenticate"] = CHALLENGE
+    if api_error.status == 408:
+        response.force_close()
+    return response
 
 
 def _as_api_error(request: web.Request, error: Exception) -> ApiError:
     what = f"{request.method} {request.path}"
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        limit = request.client_max_size
-        return ApiError(
-            413, f"The body is larger than {limit} bytes (--max-body-bytes).", code="body_too_large"
-        )
     if isinstance(error, web.HTTPException) and error.status >= 400:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
         return ApiError(error.status, f"{error.reason}: {what}", code=code)
-    log.error("%s failed", what, exc_info=error)
+    if isinstance(error, web.RequestPayloadError):
+        return ApiError(
+            400, "The body is not framed or compressed as its headers say.", code="bad_body"
+        )
+    log.error("%r failed", what, exc_info=error)
     return ApiError(500, "The server failed to handle the request.", code="internal_error")
 
 
-def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Application:
-    """The application of one front end."""
+def build(
+    front: FrontEnd, boards: health.Boards, instance: str, bound: Sequence[str] = ("127.0.0.1",)
+) -> web.Application:
+    """The application of one front end. `bound` are the addresses that it listens on, as `security.bound_addresses` says."""
+    gate = Gate(front.config.http, bound)
     app = web.Application(
-        middlewares=[errors_as_json], client_max_size=front.config.http.max_body_bytes
+        middlewares=[entrance(gate, front)],
+        client_max_size=front.config.http.max_body_bytes,
     )
-    collector = InstanceCollector(instance, front.served_name)
+    if gate.allows_origins:
+        app.on_response_prepare.append(gate.add_cors_headers)
+    collector = InstanceCollector(instance, front.served_name, front.config)
+    bodies = Bodies(front.config.http, front.board, front.admission.refused)
 
     def with_body(handler: BodyHandler) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             front.board.add("num_requests")
             try:
-                _refuse_too_large(request)
-                body = await request.read()
+                body = await in_time(request, bodies.read, front.config.http.request_timeout_s)
+                if front.config.http.log_prompts:
+                    log_body(request, body)
                 await front.turnstile.turn(has_tokens=False)
                 return await handler(front, request, body)
             except ApiError as error:
                 front.board.add("num_errors")
                 raise error
+            finally:
+                bodies.forget(request)
+                front.release(request)
 
         return handle
+
+    def take_body(method: str, path: str, handler: BodyHandler) -> None:
+        app.router.add_route(method, path, with_body(handler), expect_handler=expect_later)
 
     async def live(request: web.Request) -> web.Response:
         return health.live()
@@ -147,7 +189,7 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
         return utility.get_load(front, boards)
 
     async def load(request: web.Request) -> web.Response:
-        return utility.server_load(front)
+        return utility.server_load(front, boards)
 
     async def health_generate(request: web.Request) -> web.Response:
         return await utility.health_generate(front, request)
@@ -160,19 +202,24 @@ def build(front: FrontEnd, boards: health.Boards, instance: str) -> web.Applicat
     app.router.add_get("/get_load", get_load)
     app.router.add_get("/load", load)
     app.router.add_get("/health_generate", health_generate)
-    app.router.add_post("/abort_request", with_body(utility.abort_request))
+    debug_stream = DebugStream(front, instance)
+    app.on_shutdown.append(debug_stream.close)
+    app.router.add_get("/debug/stream", debug_stream.serve)
+    if front.config.http.ui:
+        add_page(app)
+    take_body("POST", "/abort_request", utility.abort_request)
     for prefix in ("", "/v1"):
-        app.router.add_post(f"{prefix}/tokenize", with_body(utility.tokenize))
-        app.router.add_post(f"{prefix}/detokenize", with_body(utility.detokenize))
+        take_body("POST", f"{prefix}/tokenize", utility.tokenize)
+        take_body("POST", f"{prefix}/detokenize", utility.detokenize)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/v1/models/{name:.+}", model)
-    app.router.add_post("/v1/chat/completions", with_body(endpoints.chat_completions))
-    app.router.add_post("/v1/responses", with_body(responses.responses))
-    app.router.add_post("/v1/messages", with_body(anthropic.messages))
-    app.router.add_post("/v1/messages/count_tokens", with_body(anthropic.count_tokens))
-    app.router.add_post("/v1/completions", with_body(endpoints.completions))
-    app.router.add_post("/generate", with_body(native.generate))
-    app.router.add_put("/generate", with_body(native.generate))
+    take_body("POST", "/v1/chat/completions", endpoints.chat_completions)
+    take_body("POST", "/v1/responses", responses.responses)
+    take_body("POST", "/v1/messages", anthropic.messages)
+    take_body("POST", "/v1/messages/count_tokens", anthropic.count_tokens)
+    take_body("POST", "/v1/completions", endpoints.completions)
+    take_body("POST", "/generate", native.generate)
+    take_body("PUT", "/generate", native.generate)
     return app
 
 
@@ -181,9 +228,9 @@ class _OneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
+        if not isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
             return True
-        log.debug("a client sent what is no HTTP: %s", error)
+        log.debug("a client sent what is no HTTP: %s", type(error).__name__)
         return False
 
 
@@ -196,16 +243,8 @@ def runner_of(application: web.Application) -> web.AppRunner:
         application,
         handler_cancellation=True,  # else a client that leaves is noticed by nobody
         access_log=None,
-        keepalive_timeout=75.0,
         shutdown_timeout=STOP_GRACE_S,
     )
-
-
-def _refuse_too_large(request: web.Request) -> None:
-    """413 at once, by what the header says: aiohttp would first read as much as is allowed."""
-    length = request.content_length or 0
-    if length > request.client_max_size:
-        raise web.HTTPRequestEntityTooLarge(request.client_max_size, length)
 
 
 def _model(front: FrontEnd) -> dict[str, object]:

@@ -39,12 +39,12 @@ class ChatPlan:
     prompt: str
     grammar: str
     new_splitter: Callable[[], Splitter] | None
-    shows: frozenset[int]
+    shows: tuple[int, ...]
 
 
 async def plan_chat(front: FrontEnd, parsed: ChatRequest) -> ChatPlan:
     """Raises ApiError 400."""
-    template = _template(front)
+    template = await _template(front, parsed)
     use = tool_use(
         parsed.tools,
         parsed.tool_choice,
@@ -54,27 +54,35 @@ async def plan_chat(front: FrontEnd, parsed: ChatRequest) -> ChatPlan:
     )
     grammar = await front.grammars.wanted_by(parsed)
     refuse_with_format(use, bool(grammar))
-    if use is not None and use.grammar is not None:
+    # A format holds the whole answer to itself: no call can come then, strict or not.
+    if use is not None and use.grammar is not None and not grammar:
         name, text = use.grammar
         grammar = await front.grammars.checked((name, front.grammars.of_lark(text)))
     prompt = await _prompt(template, parsed, use)
-    shows = front.tokenizer.special_id(use.format.opener) if use is not None else None
+    splits_reasoning = _splits_reasoning(template, parsed)
+    marks = [OPENER, CLOSER] if splits_reasoning else []
+    if use is not None:
+        marks += [use.format.opener, use.format.closer, use.format.prefix]
+    found = (front.tokenizer.special_id(mark) for mark in marks)
     return ChatPlan(
         prompt,
         grammar,
         _splitter(template, parsed, prompt, use),
-        frozenset() if shows is None else frozenset({shows}),
+        tuple(sorted({token_id for token_id in found if token_id is not None})),
     )
 
 
 async def chat_prompt(front: FrontEnd, parsed: ChatRequest) -> str:
     """The prompt alone. Raises ApiError 400."""
-    template = _template(front)
+    template = await _template(front, parsed)
     use = tool_use(parsed.tools, None, None, template.source, front.tokenizer.special_id)
     return await _prompt(template, parsed, use)
 
 
-def _template(front: FrontEnd) -> ChatTemplate:
+async def _template(front: FrontEnd, parsed: ChatRequest) -> ChatTemplate:
+    if parsed.chat_template is not None or "chat_template" in (parsed.chat_template_kwargs or {}):
+        is_trusted = front.config.http.trust_request_chat_template
+        return await front.own_templates.of(parsed, is_trusted=is_trusted)
     if front.template is None:
         raise ApiError(
             400,
@@ -85,12 +93,16 @@ def _template(front: FrontEnd) -> ChatTemplate:
     return front.template
 
 
+def _splits_reasoning(template: ChatTemplate, parsed: ChatRequest) -> bool:
+    has_marks = OPENER in template.source or CLOSER in template.source
+    return has_marks and parsed.separate_reasoning is not False
+
+
 def _splitter(
     template: ChatTemplate, parsed: ChatRequest, prompt: str, use: ToolUse | None
 ) -> Callable[[], Splitter] | None:
     """None where the whole text is content."""
-    has_marks = OPENER in template.source or CLOSER in template.source
-    splits_reasoning = has_marks and parsed.separate_reasoning is not False
+    splits_reasoning = _splits_reasoning(template, parsed)
     if use is None and not splits_reasoning:
         return None
     is_inside = prompt.rstrip().endswith(OPENER)
@@ -137,7 +149,8 @@ async def _prompt(template: ChatTemplate, parsed: ChatRequest, use: ToolUse | No
                 "continue_final_message needs a last message of role 'assistant'",
             )
         return await asyncio.to_thread(continued_prompt, template, messages, kwargs)
-    if sum(len(message.get("content") or "") for message in messages) < INLINE_CHARS:
+    is_short = sum(len(message.get("content") or "") for message in messages) < INLINE_CHARS
+    if is_short and not template.is_foreign:
         return template.render(messages, add_generation_prompt=opens_turn, kwargs=kwargs)
     return await asyncio.to_thread(
         template.render, messages, add_generation_prompt=opens_turn, kwargs=kwargs

@@ -20,12 +20,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shmserve.boards import REQUEST_COLUMNS
 from shmserve.config import RingConfig
 from shmserve.http.direct import DirectTable
+from shmserve.http.endings import Endings
 from shmserve.http.errors import ApiError, worker_died
+from shmserve.http.hop_times import HopTimes
 from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.logprobs import LogprobLog
+from shmserve.http.neighbours import Elsewhere, eviction_rank
 from shmserve.http.pump import Pump
+from shmserve.http.routing import Router
+from shmserve.http.timing import TokenTimes
+from shmserve.http.waiting_line import Party, WaitingLine
 from shmserve.request import SamplingParams
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel
@@ -51,6 +58,7 @@ class WorkerLink:
         self._pump: Pump | None = None
         self._waiters: deque[Signal] = deque()
         self._is_watching = False
+        self._is_broken = False
 
     @property
     def is_serving(self) -> bool:
@@ -63,6 +71,7 @@ class WorkerLink:
     def open(self, channel: Channel) -> None:
         """A new life of the worker: its rings are empty."""
         self.channel = channel
+        self._is_broken = False
         # The writer keeps what must not be lost; whether a SUBMIT waits or is refused is decided in `submit`.
         self._writer = Dropping(channel.submit.producer())
         self._pump = Pump(
@@ -70,8 +79,10 @@ class WorkerLink:
             self.in_flight,
             self._client.table,
             self._client.board,
+            self._client.times,
             self._client.forget,
             self.break_off,
+            self._client.vocab_size,
         )
 
     def close(self, reason: str) -> None:
@@ -83,6 +94,7 @@ class WorkerLink:
         for entry in list(self.in_flight.values()):
             entry.fail(worker_died(reason))
             self._client.forget(entry)
+        self._client.router.forget(self.worker)
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             waiter.set()
@@ -91,14 +103,18 @@ class WorkerLink:
         self.channel = None
 
     def break_off(self, reason: str) -> None:
-        """The ring cannot be believed any more: the channel ends here, the worker with its next word from the supervisor."""
+        """The worker's end of a ring cannot be believed any more: the channel ends here, and the worker is started anew."""
+        if self.channel is None or self._is_broken:
+            return
+        self._is_broken = True
         log.error("worker %d: %s", self.worker, reason)
         self.state = "dead"
+        self._client.on_broken(self.worker, self.channel.epoch, reason)
         asyncio.get_running_loop().call_soon(self.close, reason)
 
     def fold_times(self) -> None:
         if self._pump is not None:
-            self._pump.fold()
+            self._client.times.fold()
 
     async def submit(self, entry: InFlight, record: bytes, num_slots: int) -> None:
         """Write a SUBMIT under the submit ring's policy. Raises ApiError (413, 503) with nothing written."""
@@ -130,6 +146,7 @@ class WorkerLink:
             self.break_off(str(error))
             raise worker_died(str(error)) from None
         self._writer.refuse()
+        self._client.note_refusal("submit_ring")
         raise ApiError(
             503,
             "The worker does not take requests fast enough: its submit ring is full.",
@@ -161,13 +178,20 @@ class WorkerLink:
 
     def control(self, entry: InFlight, kind: SubmitKind, digest: bytes = b"") -> None:
         """Send ABORT, PAUSE or RESUME for an entry; it waits for credits if it must, replacing what this entry had waiting."""
+        self._keep_control(entry.req_id, kind, digest)
+
+    def evict(self, req_id: int) -> None:
+        """Ask the worker to end a sequence of another front end, unless it has begun it."""
+        self._keep_control(req_id, SubmitKind.EVICT)
+
+    def _keep_control(self, req_id: int, kind: SubmitKind, digest: bytes = b"") -> None:
         if self.channel is None:
             return
-        self._writer.cancel(entry.req_id)
+        self._writer.cancel(req_id)
         try:
             self._writer.keep(
-                entry.req_id,
-                pack_control(kind, entry.req_id, time_ns=time.monotonic_ns(), digest=digest),
+                req_id,
+                pack_control(kind, req_id, time_ns=time.monotonic_ns(), digest=digest),
             )
         except RingProtocolError as error:  # it ends the channel, not whoever aborts here
             self.break_off(str(error))
@@ -207,9 +231,25 @@ class WorkerLink:
         if self._waiters:
             self._waiters[0].set()
 
+    def started(self, entry: InFlight) -> None:
+        """Its STARTED came."""
+        self._client.on_started(entry)
+
     def abort(self, entry: InFlight) -> None:
         """End an entry whose client is gone, or whose output could not be used."""
         self._client.abort(entry)
+
+
+def _note_nothing(entry: InFlight) -> None:
+    """Admission puts its own in place of this."""
+
+
+MOST_TOKEN_IDS = 1 << 31
+EVICTION_RANK = REQUEST_COLUMNS.index("eviction_rank")
+
+
+def _tell_nobody(worker: int, epoch: int, fault: str) -> None:
+    """Whoever runs the client puts its own in place of this."""
 
 
 class WorkerClient:
@@ -221,8 +261,17 @@ class WorkerClient:
         self.links: dict[int, WorkerLink] = {}
         self.in_flight: dict[int, InFlight] = {}
         self.table = DirectTable(rings.table_size)
+        self.times = HopTimes(board)
+        self._endings = Endings(board)
         self.on_drained: Callable[[], None] | None = None
-        self._http_index = http_index
+        self.on_broken: Callable[[int, int, str], None] = _tell_nobody
+        self.vocab_size = MOST_TOKEN_IDS  # until whoever knows the tokenizer says
+        self.on_started: Callable[[InFlight], None] = _note_nothing
+        self.on_left: Callable[[InFlight], None] = _note_nothing
+        self.http_index = http_index
+        self._roster = board.rosters["requests"]
+        self._workers = board.rosters["workers"]
+        self.router = Router(self.links, board)  # whoever knows the neighbours puts another in place
         self._free_slots = deque(range(rings.table_size))
         # Generations go on across restarts (one per ms of the clock, at least), so that response ids stay unique.
         self._generations = itertools.count(time.time_ns() // 1_000_000 & 0xFFFF_FFFF)
@@ -230,6 +279,7 @@ class WorkerClient:
     def link(self, worker: int) -> WorkerLink:
         if worker not in self.links:
             self.links[worker] = WorkerLink(worker, self)
+            self._workers.enter(worker, worker + 1, 0)
         return self.links[worker]
 
     def serving(self) -> WorkerLink | None:
@@ -240,6 +290,16 @@ class WorkerClient:
     def is_behind(self) -> bool:
         """True while announced token records wait for this event loop."""
         return any(link.is_behind for link in self.links.values())
+
+    def note_refusal(self, reason: str) -> None:
+        """Count it; `reason` is one of boards.REFUSALS."""
+        self.board.add("num_refused")
+        self.board.add(f"num_refused_{reason}")
+
+    @property
+    def num_free(self) -> int:
+        """Places of the table that nobody has."""
+        return len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
@@ -256,12 +316,27 @@ class WorkerClient:
         arrival_ns: int,
         digest: bytes = b"",
         cache_salt: bytes = b"",
+        deadline_ns: int = 0,
+        party: Party | None = None,
+        timing: TokenTimes | None = None,
+        rank: int | None = None,
     ) -> InFlight:
-        """Put one sequence into the table and its SUBMIT into a ring. Raises ApiError with nothing left behind."""
-        link = self.serving()
+        """Put one sequence into the table and its SUBMIT into a ring: of the worker that `rank` names, if it is given.
+
+        Raises ApiError with nothing left behind.
+        """
+        link = self.router.choose(prompt_ids, cache_salt, rank)
         if link is None:
             raise worker_died("it is restarting")
         entry = self._enter(link, index, signal, arrival_ns)
+        entry.deadline_ns = deadline_ns
+        entry.timing = timing
+        shown = link.worker, arrival_ns, entry.submitted_ns, len(prompt_ids)
+        # It is to be sent away from elsewhere once the ring has it, not before.
+        self._roster.enter(entry.req_id & 0xFFFF, entry.req_id, *shown, 0)
+        if party is not None:
+            entry.party = party
+            party.joined(entry, len(prompt_ids))
         if params.num_logprobs >= 0 or params.prompt_logprobs >= 0:
             entry.logprobs = LogprobLog()
         try:
@@ -272,6 +347,7 @@ class WorkerClient:
                     params=params,
                     arrival_ns=arrival_ns,
                     submitted_ns=entry.submitted_ns,
+                    deadline_ns=deadline_ns,
                     cache_salt=cache_salt,
                     digest=digest,
                 )
@@ -280,11 +356,14 @@ class WorkerClient:
         except BaseException:
             self.forget(entry)
             raise
+        if party is not None and party.may_be_evicted and not entry.is_over:
+            self.show_rank(entry, eviction_rank(party.priority))
         return entry
 
     def _enter(self, link: WorkerLink, index: int, signal: Signal, arrival_ns: int) -> InFlight:
         """A new entry of the table. Raises ApiError (503) if it has no place."""
         if not self._free_slots:
+            self.note_refusal("table")
             raise ApiError(
                 503,
                 f"All {self.rings.table_size} places of the request table are taken.",
@@ -293,15 +372,36 @@ class WorkerClient:
                 retry_after_s=1,
             )
         slot = self._free_slots.popleft()
-        req_id = (next(self._generations) & 0xFF_FFFF_FFFF) << 24 | self._http_index << 16 | slot
+        req_id = (next(self._generations) & 0xFF_FFFF_FFFF) << 24 | self.http_index << 16 | slot
         entry = InFlight(req_id, index, link, signal, arrival_ns, self.table)
         entry.submitted_ns = time.monotonic_ns()
         self.in_flight[req_id] = link.in_flight[req_id] = entry
+        self._show_counts(link)
         return entry
+
+    def _show_counts(self, link: WorkerLink) -> None:
+        self.board["in_flight"] = len(self.in_flight)
+        self._workers.set(link.worker, 1, len(link.in_flight))
+
+    def show_rank(self, entry: InFlight, rank: int) -> None:
+        """How readily the other front ends may send it away; 0: not at all."""
+        self._roster.set(entry.req_id & 0xFFFF, EVICTION_RANK, rank)
+
+    def show_line(self, line: WaitingLine, worst_rank: int) -> None:
+        """What the other front ends count with."""
+        board = self.board
+        board["places"] = line.num_places
+        board["waiting_tokens"] = line.num_tokens
+        board["worst_waiting"] = worst_rank
+
+    def evict(self, victim: Elsewhere) -> None:
+        """Send away a sequence of another front end; its worker says so to that one, and has the last word."""
+        self.links[victim.worker].evict(victim.req_id)
 
     async def flush_cache(self) -> None:
         """Wait until every serving worker has forgotten its cached prefixes. Raises ApiError if one dies meanwhile."""
         await self._tell_all(SubmitKind.FLUSH_CACHE)
+        self.router.clear()
 
     async def abort_by_digest(self, digest: bytes) -> int:
         """End the requests, of any front end, that carry this digest (16 zero bytes: all); how many there were."""
@@ -332,6 +432,7 @@ class WorkerClient:
         if entry.is_over or entry.is_aborted:
             return
         entry.is_aborted = True
+        entry.aborted_ns = time.monotonic_ns()
         self.board.add("num_aborted")
         if entry.link.withdraw(entry):
             entry.fail(ApiError(499, "The client has gone."))
@@ -339,17 +440,31 @@ class WorkerClient:
         else:
             entry.link.control(entry, SubmitKind.ABORT)
 
-    def set_paused(self, entry: InFlight, is_paused: bool) -> None:
-        """Pause or resume one sequence in the scheduler (its client is slow)."""
-        if not entry.is_over:
-            entry.link.control(entry, SubmitKind.PAUSE if is_paused else SubmitKind.RESUME)
+    def refuse(self, entry: InFlight, error: ApiError) -> None:
+        """End an entry whose request is answered with `error`."""
+        if entry.is_over:
+            return
+        self.abort(entry)
+        entry.error = error  # in place of the one that says that its client has gone
+        entry.signal.set()
+
+    def set_paused(self, entry: InFlight, is_paused: bool) -> bool:
+        """Pause or resume one sequence in the scheduler (its client is slow); False if it has ended, or will."""
+        if entry.is_over or entry.is_aborted:  # an ABORT that still waits must not be replaced
+            return False
+        entry.link.control(entry, SubmitKind.PAUSE if is_paused else SubmitKind.RESUME)
+        return True
 
     def forget(self, entry: InFlight) -> None:
         """The entry's FINISH came, or its channel ended: its place in the table is free."""
         if self.in_flight.pop(entry.req_id, None) is None:
             return
         entry.link.in_flight.pop(entry.req_id, None)
+        self._show_counts(entry.link)
         entry.forgotten()
+        self._endings.note(entry)
+        self.on_left(entry)
+        self._roster.leave(entry.req_id & 0xFFFF)
         self._free_slots.append(entry.req_id & 0xFFFF)
         if not self.in_flight and self.on_drained is not None:
             self.on_drained()

@@ -65,11 +65,13 @@ def bad_field(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def queue_full(retry_after_s: int) -> ApiError:
-    """503 before any work is done."""
+def queue_full(
+    retry_after_s: int, message: str = "The request queue is full.", status: int = 503
+) -> ApiError:
+    """503 (or what the operator chose) before any work is done, or when somebody better took the place."""
     return ApiError(
-        503,
-        "The request queue is full.",
+        status,
+        message,
         type="overloaded_error",
         code="queue_full",
         retry_after_s=retry_after_s,

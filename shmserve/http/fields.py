@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from shmserve.http.errors import ApiError, bad_field
-from shmserve.request import MOST_SPECULATIVE_TOKENS, SamplingParams
+from shmserve.request import MOST_LOGPROBS, MOST_SPECULATIVE_TOKENS, SamplingParams
 from shmserve.stop_regex import MOST_PATTERNS, StopRegexError, compile_stop
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -22,7 +22,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 MOST_STOPS: Final = 32
 MOST_STOP_BYTES: Final = 1_024
 MOST_SALT_CHARACTERS: Final = 128  # vLLM's bound
-MOST_LOGPROBS: Final = 20
 GREEDY_BELOW: Final = 1e-5
 LEAST_REPETITION: Final = 1e-6  # "above 0" for a float32 that divides logits
 _MASK: Final = (1 << 64) - 1
@@ -187,6 +186,8 @@ def sampling_params(
     presence_penalty: float | None = None,
     repetition_penalty: float | None = None,
     priority: int = 0,
+    allowed_token_ids: tuple[int, ...] = (),
+    bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
     num_speculative_tokens: int = 0,
     vocab_size: int,
@@ -224,6 +225,8 @@ def sampling_params(
         num_logprobs=num_logprobs,
         prompt_logprobs=prompt_logprobs,
         priority=priority,
+        allowed_token_ids=allowed_token_ids,
+        bad_words=bad_words,
         grammar=grammar,
         num_speculative_tokens=num_speculative_tokens,
     )

@@ -11,26 +11,43 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
 from shmserve.config import Config
-from shmserve.http.admission import Admission
+from shmserve.http import fields
+from shmserve.http.admission import PARTY, Admission
 from shmserve.http.client import WorkerClient
+from shmserve.http.deadlines import (
+    ARRIVAL,
+    DEADLINE,
+    Overdue,
+    deadline_exceeded,
+    deadline_of,
+    failure_of,
+)
 from shmserve.http.detokenizer import Pieces, TextStream
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.request_templates import RequestTemplates
+from shmserve.http.routing import RANK, not_serving, rank_of
+from shmserve.http.slow_client import SlowClients
 from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
+from shmserve.http.timing import Entrance, TokenTimes
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.rings.board import Board
 
-ARRIVAL: web.RequestKey[int] = web.RequestKey("arrival_ns", int)
+PARSED: Final[web.RequestKey[int]] = web.RequestKey("parsed_ns", int)
+"""When its body was read and checked; set by `FrontEnd.admit`."""
+
+__all__ = ["ARRIVAL", "FrontEnd", "Generation", "Wanted", "choices_of", "digest_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +59,22 @@ class FrontEnd:
     served_name: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    own_templates: RequestTemplates
     grammars: Grammars
     client: WorkerClient
     admission: Admission
     turnstile: Turnstile
+    slow_clients: SlowClients
     board: Board
     started_at: int  # wall clock, s: the "created" of the model
 
     @property
     def max_model_len(self) -> int:
         """Tokens, prompt and completion together, that the worker takes; the model's own context until it has said."""
-        for link in self.client.links.values():
-            if "max_model_len" in link.info:
-                return int(link.info["max_model_len"])
+        links = self.client.links.values()
+        told = [int(link.info["max_model_len"]) for link in links if "max_model_len" in link.info]
+        if told:
+            return min(told)  # of several workers: any may get it
         return self.config.model.max_model_len or self.model.context_length
 
     def check_model(self, name: str | None) -> None:
@@ -66,6 +86,40 @@ class FrontEnd:
                 param="model",
                 code="model_not_found",
             )
+
+    def admit(
+        self,
+        request: web.Request,
+        num_sequences: int,
+        *,
+        priority: int | None = None,
+        timeout_ms: int | None = None,
+        least_tokens: int = 0,
+        rank: int | None = None,
+    ) -> None:
+        """The verdict on a request, before any work is done for it; its places are given back when it has been answered.
+
+        `priority` is vLLM's: lower is better. `least_tokens`: its prompts have so many at least. `rank`: the worker that the body names.
+        Raises ApiError.
+        """
+        named = rank_of(request, rank, len(self.client.links))
+        if named is not None:
+            request[RANK] = named
+            if not self.client.links[named].is_serving and not self.admission.is_draining:
+                self.admission.refused("no_worker")
+                raise not_serving(self.client.links[named])
+        request[PARSED] = time.monotonic_ns()
+        rank = fields.in_range("priority", priority, -(2**31), 2**31 - 1, 0)
+        request[DEADLINE] = deadline_of(request, timeout_ms)
+        request[PARTY] = self.admission.enter(
+            num_sequences, priority=rank, least_tokens=least_tokens
+        )
+
+    def release(self, request: web.Request) -> None:
+        """It has been answered: places that it holds without a sequence are free."""
+        party = request.get(PARTY)
+        if party is not None:
+            self.admission.close(party)
 
     def room_for(self, num_prompt_tokens: int, param: str) -> int:
         """How many tokens may follow a prompt. 400 if none may: a prompt is never cut unasked."""
@@ -90,8 +144,7 @@ class Wanted:
     prompt_ids: npt.NDArray[np.int32]
     params: SamplingParams
     cache_salt: bytes = b""
-    shows: frozenset[int] = frozenset()
-    """Special tokens that are part of its text though the others are skipped."""
+    is_timed: bool = False  # its client is told its times
 
 
 class Generation:
@@ -104,12 +157,24 @@ class Generation:
         self.signal = Signal()
         self.wanted = wanted
         self.arrival_ns = request[ARRIVAL]
+        self._entrance = Entrance(
+            self.arrival_ns, request.get(PARSED, self.arrival_ns), time.monotonic_ns()
+        )
         self._front = front
+        self._party = request.get(PARTY)
+        self._deadline_ns = request.get(DEADLINE, 0)
+        self._rank = request.get(RANK)
+        self._overdue: Overdue | None = None
         self._digest = digest_of(external_id) if external_id else b""
 
     async def __aenter__(self) -> Generation:
-        self._front.admission.admit(len(self.wanted))
+        admission = self._front.admission
+        party = self._party = self._party or admission.enter(len(self.wanted))
         try:
+            admission.settle(party, sum(len(wanted.prompt_ids) for wanted in self.wanted))
+            if 0 < self._deadline_ns <= time.monotonic_ns():
+                admission.refused("deadline")
+                raise deadline_exceeded("before it was submitted")
             for index, wanted in enumerate(self.wanted):
                 self.entries.append(
                     await self._front.client.submit(
@@ -120,8 +185,15 @@ class Generation:
                         arrival_ns=self.arrival_ns,
                         digest=self._digest,
                         cache_salt=wanted.cache_salt,
+                        deadline_ns=self._deadline_ns,
+                        party=party,
+                        rank=self._rank,
+                        timing=TokenTimes(self._entrance) if wanted.is_timed else None,
                     )
                 )
+                if party.error is not None:  # somebody better came while it waited for the ring
+                    raise party.error
+            self._watch()
         except BaseException:
             self._release()
             raise
@@ -135,28 +207,56 @@ class Generation:
     ) -> None:
         self._release()
 
+    def _watch(self) -> None:
+        waiting_s = self._front.config.worker.waiting_timeout_s
+        if waiting_s or self._deadline_ns:
+            until_ns = self.arrival_ns + int(waiting_s * 1e9) if waiting_s else 0
+            self._overdue = Overdue(
+                self._front.client,
+                self._front.admission,
+                self.entries,
+                self._deadline_ns,
+                until_ns,
+            )
+
     def _release(self) -> None:
+        if self._overdue is not None:
+            self._overdue.stop()
+        if self._party is not None:
+            self._front.admission.close(self._party)
         histograms = self._front.board.histograms
-        if self.entries and all(entry.finish is not None for entry in self.entries):
+        if self.entries and all(
+            entry.finish is not None
+            and entry.error is None
+            and entry.expiry is None
+            and not entry.is_aborted
+            for entry in self.entries
+        ):
             # Refused, failed and abandoned requests would make the server look fast.
             histograms["e2e_us"].observe_one((time.monotonic_ns() - self.arrival_ns) // 1000)
         for entry in self.entries:
-            if entry.finish is not None:
-                self._front.admission.note_finish()
-                if entry.finish.scheduled_ns:
-                    queued_ns = entry.finish.scheduled_ns - self.arrival_ns
-                    histograms["queue_us"].observe_one(queued_ns // 1000)
+            if entry.finish is not None and entry.finish.scheduled_ns:
+                queued_ns = entry.finish.scheduled_ns - self.arrival_ns
+                histograms["queue_us"].observe_one(queued_ns // 1000)
             self._front.client.abort(entry)
 
     async def finish(self) -> None:
         """Wait until every completion has ended. Raises ApiError if one failed."""
         while True:
-            for entry in self.entries:
-                if entry.error is not None:
-                    raise entry.error
+            failure = failure_of(self.entries)
+            if failure is not None:
+                raise failure
             if all(entry.is_over for entry in self.entries):
+                self._note_first_token()
                 return
             await self.signal.wait()
+
+    def _note_first_token(self) -> None:
+        """Of an answer that is not streamed; a stream's is its first frame (stream.py)."""
+        popped_ns = [entry.first_popped_ns for entry in self.entries if entry.has_tokens]
+        if popped_ns:
+            ttft_us = (min(popped_ns) - self.arrival_ns) // 1000
+            self._front.board.histograms["ttft_us"].observe_one(ttft_us)
 
     def parts_of(self, index: int) -> list[tuple[str, list[int]]]:
         """Text and tokens of a completion that has ended, as a stream of it would have come."""
@@ -181,10 +281,10 @@ class Generation:
 
     def pieces(self, index: int) -> Pieces:
         """The texts of its tokens."""
-        wanted = self.wanted[index]
-        if wanted.shows and wanted.params.skip_special_tokens:
-            return self._front.tokenizer.pieces_showing(wanted.shows)
-        return self._front.tokenizer.pieces_for(wanted.params.skip_special_tokens)
+        params = self.wanted[index].params
+        if params.shown_ids and params.skip_special_tokens:
+            return self._front.tokenizer.pieces_showing(frozenset(params.shown_ids))
+        return self._front.tokenizer.pieces_for(params.skip_special_tokens)
 
 
 def digest_of(external_id: str) -> bytes:
@@ -197,6 +297,7 @@ def choices_of(
     params: SamplingParams,
     seeds: Sequence[int],
     cache_salt: bytes,
+    is_timed: bool = False,
 ) -> list[Wanted]:
     """The n completions of one prompt, each with its own random stream."""
-    return [Wanted(prompt_ids, replace(params, seed=seed), cache_salt) for seed in seeds]
+    return [Wanted(prompt_ids, replace(params, seed=seed), cache_salt, is_timed) for seed in seeds]

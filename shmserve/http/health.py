@@ -14,6 +14,7 @@ from aiohttp import web
 
 from shmserve.boards import label_of
 from shmserve.http.front_end import FrontEnd
+from shmserve.http.generation_rate import GenerationRates
 from shmserve.rings.board import BoardReader
 from shmserve.rings.segment import SegmentError
 
@@ -23,11 +24,14 @@ class Boards:
 
     def __init__(self) -> None:
         self.readers: dict[tuple[str, int], BoardReader] = {}
+        self.rates = GenerationRates()
 
     def attach(self, role: str, index: int, name: str) -> None:
         old = self.readers.pop((role, index), None)
         if old is not None:
             old.close()
+        if not name:  # its process has died, and another is not there yet
+            return
         try:
             self.readers[(role, index)] = BoardReader.attach(name)
         except SegmentError:

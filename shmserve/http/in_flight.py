@@ -17,6 +17,8 @@ from shmserve.wire import FinishRecord
 if TYPE_CHECKING:
     from shmserve.http.client import WorkerLink
     from shmserve.http.detokenizer import TextStream
+    from shmserve.http.timing import TokenTimes
+    from shmserve.http.waiting_line import Party
 
 
 class Signal:
@@ -61,9 +63,13 @@ class InFlight:
     __slots__ = (
         "_slot",
         "_table",
+        "aborted_ns",
         "arrival_ns",
+        "deadline_ns",
         "error",
+        "expiry",
         "finish",
+        "first_popped_ns",
         "has_tokens",
         "index",
         "is_aborted",
@@ -71,11 +77,14 @@ class InFlight:
         "link",
         "logprobs",
         "on_tokens",
+        "party",
+        "popped_ns",
         "req_id",
         "signal",
         "started",
         "submitted_ns",
         "text",
+        "timing",
         "token_ids",
         "was_stop_token",
     )
@@ -100,12 +109,19 @@ class InFlight:
         self.submitted_ns = 0
         self.is_submitted = False  # the SUBMIT is in the ring (not waiting outside it)
         self.is_aborted = False
+        self.aborted_ns = 0  # when that was decided
         self.text: TextStream | None = None  # the newest that reads it
         self.started: FinishRecord | None = None
         self.finish: FinishRecord | None = None
         self.error: ApiError | None = None
+        self.party: Party | None = None  # whose place it holds; None: a control record's
+        self.deadline_ns = 0  # its client's own; 0: none
+        self.expiry: ApiError | None = None  # its time was over before it ran
         self.token_ids: list[int] = []
         self.logprobs: LogprobLog | None = None  # only where they were asked for
+        self.timing: TokenTimes | None = None  # only where it was asked for
+        self.popped_ns = 0  # its newest tokens that the pump did not write itself; the first
+        self.first_popped_ns = 0
         self.was_stop_token = False  # the last token ended the request and has no text
         self.has_tokens = False  # the first one has come
         self.on_tokens: Callable[[InFlight], None] | None = None  # slow path of a running stream

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shmserve.http.choice import ChoiceFormat
 from shmserve.http.in_flight import InFlight
-from shmserve.http.stream import ChoiceFormat
 
 
 class EveryFewTokens:

@@ -1,37 +1,35 @@
 """Listening sockets as this front end wants them: short turns for the event loop, short buffers in the kernel.
 
-Owns: socket options, the accepting, and what the kernel knows of a client's backlog. Never: binds (the supervisor did).
+Owns: the accepting. Never: binds (the supervisor did).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
 import socket
-import struct
-import termios
+import ssl
 from typing import Final
 
 from aiohttp import web
 
 from shmserve.config import HttpConfig
+from shmserve.http.backlog import bound_kernel_share
+from shmserve.http.connection import connections
+from shmserve.http.occupancy import Occupancy
 from shmserve.http.turnstile import Turnstile
+from shmserve.tls import HANDSHAKE_TIMEOUT_S, server_context
 
 log = logging.getLogger(__name__)
-
-NOTSENT_LOWAT_BYTES: Final = 16 * 1024
-"""Bytes that the kernel takes beyond what is on its way: without it, it swallows 3.9 MB of a client that does not read."""
-
-LATER_THAN_US_S: Final = 30.0
-"""The kernel ends connections whose peer is gone, and those whose peer has closed its window. The latter are ours to end: we can
-tell a slow client from a stuck one, and count it."""
 
 RETRY_ACCEPT_S: Final = 1.0
 """How long nobody is accepted after the descriptors ran out."""
 
-_TCP_NOTSENT_LOWAT: Final = 25  # not in the socket module of every Python
+MOST_HANDSHAKES: Final = 1_024
+"""TLS clients that may be beginning at once; more wait in the kernel's backlog. Each has HANDSHAKE_TIMEOUT_S at most."""
+
+CLOSE_NOTIFY_S: Final = 5.0
+"""How long a TLS connection that we close waits for its client to say so too."""
 
 
 class Listener:
@@ -42,21 +40,23 @@ class Listener:
     """
 
     def __init__(
-        self, server: web.Server, sock: socket.socket, config: HttpConfig, turnstile: Turnstile
+        self,
+        server: web.Server,
+        sock: socket.socket,
+        config: HttpConfig,
+        turnstile: Turnstile,
+        occupancy: Occupancy,
     ) -> None:
-        self._server = server
+        self._connect = connections(server, config, occupancy)
+        self._occupancy = occupancy
+        self._tls = server_context(config)
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._sock = sock
         self._turnstile = turnstile
         self._loop = asyncio.get_running_loop()
         self._accepting: asyncio.Task[None] | None = None
         self._is_closed = False
-        # What is set here is inherited by every connection.
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            # A sandbox's sockets may not know the options: the bounds in user space still hold.
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, NOTSENT_LOWAT_BYTES)
-                timeout_ms = int((config.slow_client_seconds + LATER_THAN_US_S) * 1000)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+        bound_kernel_share(sock, config.slow_client_seconds)
         sock.setblocking(False)
         sock.listen(config.backlog)
         self._loop.add_reader(sock.fileno(), self._on_readable)
@@ -68,33 +68,54 @@ class Listener:
         self._accepting = self._loop.create_task(self._accept())
 
     async def _accept(self) -> None:
-        await self._turnstile.turn(has_tokens=False)
+        await self._turnstile.turn(has_tokens=False, is_connection=True)
         try:
             connection, _ = self._sock.accept()
             connection.setblocking(False)
-            await self._loop.connect_accepted_socket(self._server, connection)
+            if not self._occupancy.has_room(len(self._handshakes)):
+                self._occupancy.turn_away(connection, in_clear=self._tls is None)
+            elif self._tls is None:
+                await self._loop.connect_accepted_socket(self._connect, connection)
+            else:
+                self._shake_hands(connection, self._tls)
         except (BlockingIOError, ConnectionError) as error:
             log.debug("a connection was gone before it was accepted: %s", error)
         except OSError as error:
             log.error("no connection can be accepted: %s", error)
             await asyncio.sleep(RETRY_ACCEPT_S)
-        if not self._is_closed:
+        if not self._is_closed and len(self._handshakes) < MOST_HANDSHAKES:
+            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+
+    def _shake_hands(self, connection: socket.socket, tls: ssl.SSLContext) -> None:
+        """Let a client begin TLS at its own pace, beside others: a slow one must not keep them from being accepted."""
+
+        async def shake() -> None:
+            try:
+                await self._loop.connect_accepted_socket(
+                    self._connect,
+                    connection,
+                    ssl=tls,
+                    ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+                    ssl_shutdown_timeout=CLOSE_NOTIFY_S,
+                )
+            except OSError as error:  # ssl.SSLError and a timeout are ones
+                log.debug("a client could not begin TLS: %s", error)
+
+        task = self._loop.create_task(shake())
+        self._handshakes.add(task)
+        task.add_done_callback(self._after_handshake)
+
+    def _after_handshake(self, task: asyncio.Task[None]) -> None:
+        was_full = len(self._handshakes) >= MOST_HANDSHAKES
+        self._handshakes.discard(task)
+        if was_full and not self._is_closed:
             self._loop.add_reader(self._sock.fileno(), self._on_readable)
 
     def close(self) -> None:
         """Accept nobody any more."""
         self._is_closed = True
         self._loop.remove_reader(self._sock.fileno())
-        if self._accepting is not None:
-            self._accepting.cancel()
+        for task in (self._accepting, *self._handshakes):
+            if task is not None:
+                task.cancel()
         self._sock.close()
-
-
-def backlog_bytes(transport: asyncio.Transport) -> int:
-    """What the client has not yet taken: the transport's buffer and what the kernel holds unacknowledged (SIOCOUTQ)."""
-    sock = transport.get_extra_info("socket")
-    in_kernel = 0
-    with contextlib.suppress(OSError):  # the socket was closed under us
-        answer = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, struct.pack("i", 0))
-        (in_kernel,) = struct.unpack("i", answer)
-    return transport.get_write_buffer_size() + in_kernel

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shmserve.http.detokenizer import Pieces
+from shmserve.token_text import TokenText
 from shmserve.wire import FLAG_RUN
 
 FLOOR: Final = -9999.0
@@ -82,6 +83,11 @@ class LogprobLog:
             found.append(TokenLogprob(token_id, own, tuple(pairs[1:]) if pairs else ()))
         return found
 
+    @property
+    def width(self) -> int:
+        """Logprobs of the newest token that was not taken: its own, and the most likely beside it."""
+        return 1 + len(self._pending[-1].top) if self._pending else 1
+
     def take(self, count: int) -> list[TokenLogprob]:
         """The next `count` tokens."""
         taken, self._pending = self._pending[:count], self._pending[count:]
@@ -102,6 +108,10 @@ class TokenTexts:
 
     def raw(self, token_id: int) -> bytes:
         return self._pieces.raw(token_id)
+
+    def token_text(self) -> TokenText | None:
+        """One text's bytes, where `raw` alone does not give them."""
+        return self._pieces.token_text()
 
     def name(self, token_id: int) -> str:
         """For people; U+FFFD where it is part of a character."""
@@ -166,15 +176,23 @@ class CompletionLogprobs:
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
+        self.begin(0)
+
+    def begin(self, offset: int) -> None:
+        """What comes now is a text of its own, whose first character is number `offset` of what is returned."""
+        self._source = self._texts.token_text()
         self._decoder = _new_decoder("replace")
-        self._offset = 0
+        self._offset = offset
 
     def of(self, tokens: Sequence[TokenLogprob], *, has_top: bool) -> dict[str, Any]:
         names, offsets, tops = [], [], []
         for token in tokens:
             names.append(self._texts.key(token.token_id))
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.raw(token.token_id)))
+            data = self._texts.raw(token.token_id)
+            if self._source is not None:  # not what the token is, but what it adds to the text
+                data = self._source.feed(token.token_id)
+            self._offset += len(self._decoder.decode(data))
             top = {self._texts.key(token_id): value for token_id, value in token.top}
             if token.logprob is not None:
                 top.setdefault(names[-1], token.logprob)

@@ -1,11 +1,15 @@
 """GET /metrics: the boards and the rings of the whole instance as Prometheus text, the same from any front end.
 
-Owns: names and help texts. Reads shared memory at scrape time; nothing is counted twice, and no metric is kept here.
+Owns: one look as metric families. Reads shared memory at scrape time; nothing is counted twice, and no metric is kept here. Names and
+their meanings are in `metric_table.py`, those of other servers in `stock_metrics.py`.
+
+A process that died takes its own series (label `process`) with it, and its successor's begin at 0: a reset, as rate() knows it. Sums
+over processes go on: what the dead had counted is in them (`shmserve/ledger.py`). A ring's counters are as old as its channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,153 +21,112 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from shmserve.rings.board import BoardReader, HistogramReading
-from shmserve.rings.observe import RingStats, RingView, boards_of, rings_of
-from shmserve.rings.segment import SegmentError
+from shmserve.boards import DEATH_CAUSES, ENDINGS, REFUSALS, Phase
+from shmserve.config import Config
+from shmserve.http import metric_table as table
+from shmserve.http.instance_snapshot import SUPERVISOR, Process, Snapshot, take_snapshot
+from shmserve.http.metric_table import Shown
+from shmserve.http.stock_metrics import add_histogram, stock_metrics
+from shmserve.rings.observe import RingStats
 
-_GAUGES: Final = {
-    "running", "waiting", "paused", "kv_blocks_total", "kv_blocks_used", "max_num_seqs", "max_model_len",
-    "in_flight", "connections", "mailbox_bytes", "mailbox_high_water_bytes", "phase", "loading_permille",
-    "step", "slowest_step_ns", "loop_lag_ns", "heartbeat_ns", "phase_since_ns", "pid", "draining",
-}  # fmt: skip
+_SERVING: Final = (Phase.IDLE, Phase.PREFILL, Phase.DECODE)
 
 
 class InstanceCollector(Collector):
     """Every board and ring of `instance`, attached read-only for the length of one scrape."""
 
-    def __init__(self, instance: str, model_name: str) -> None:
+    def __init__(self, instance: str, model_name: str, config: Config) -> None:
         self._instance = instance
         self._model_name = model_name
+        self._config = config
 
     def collect(self) -> Iterator[Metric]:
-        boards: list[tuple[str, dict[str, int], dict[str, HistogramReading]]] = []
-        for name in boards_of(self._instance):
-            try:
-                reader = BoardReader.attach(name)
-            except SegmentError:
-                continue  # it was swept or replaced since the listing
-            boards.append((name.rsplit(".", 2)[1], reader.words(), reader.histograms()))
-            reader.close()
-        rings: list[RingStats] = []
-        for name in rings_of(self._instance):
-            try:
-                view = RingView(name)
-            except SegmentError:
-                continue
-            rings.append(view.stats())
-            view.close()
-        yield from _board_metrics(boards)
-        yield from _ring_metrics(rings)
-        yield from self._stock_metrics(boards)
-
-    def _stock_metrics(
-        self, boards: Sequence[tuple[str, dict[str, int], dict[str, HistogramReading]]]
-    ) -> Iterator[Metric]:
-        """The vLLM and SGLang names that routers and stock dashboards read."""
-        workers = [words for process, words, _ in boards if process.startswith("worker")]
-        running = sum(words["running"] for words in workers)
-        waiting = sum(words["waiting"] for words in workers)
-        total = sum(words["kv_blocks_total"] for words in workers)
-        usage = sum(words["kv_blocks_used"] for words in workers) / total if total else 0.0
-        for name, text, value in (
-            ("vllm:num_requests_running", "Sequences in the running batch.", running),
-            ("vllm:num_requests_waiting", "Sequences waiting for a run slot.", waiting),
-            ("vllm:kv_cache_usage_perc", "Used share of the KV blocks, 0 to 1.", usage),
-            ("sglang:num_running_reqs", "Sequences in the running batch.", running),
-            ("sglang:num_queue_reqs", "Sequences waiting for a run slot.", waiting),
-            ("sglang:token_usage", "Used share of the KV blocks, 0 to 1.", usage),
-        ):
-            family = GaugeMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
-        asked = sum(words["prefix_query_tokens"] for words in workers)
-        hit = sum(words["prefix_hit_tokens"] for words in workers)
-        drafts = sum(words["num_draft_tokens"] for words in workers)
-        accepted = sum(words["num_accepted_tokens"] for words in workers)
-        for name, text, count in (
-            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed and verified.", drafts),
-            ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", accepted),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", asked),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hit),
-            ("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", hit),
-        ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], count)
-            yield counter
+        snapshot = take_snapshot(self._instance)
+        yield from _derived(snapshot, self._config)
+        yield from _words(snapshot)
+        yield from _histograms(snapshot)
+        yield from _rings(snapshot)
+        yield from stock_metrics(snapshot, self._config, self._model_name)
 
 
-def _board_metrics(
-    boards: Sequence[tuple[str, dict[str, int], dict[str, HistogramReading]]],
-) -> Iterator[Metric]:
-    words: dict[str, list[tuple[str, int]]] = {}
-    histograms: dict[str, list[tuple[str, HistogramReading]]] = {}
-    for process, values, readings in boards:
-        for name, value in values.items():
-            words.setdefault(name, []).append((process, value))
-        for name, reading in readings.items():
-            histograms.setdefault(name, []).append((process, reading))
-    for name, samples in words.items():
-        text = f"The word {name} of each process's board."
-        family: GaugeMetricFamily | CounterMetricFamily
-        if name in _GAUGES:
-            family = GaugeMetricFamily(f"shmserve_{name}", text, labels=["process"])
-        else:
-            family = CounterMetricFamily(
-                f"shmserve_{name.removeprefix('num_')}", text, labels=["process"]
-            )
-        for process, value in samples:
-            family.add_metric([process], value)
+def _family(shown: Shown, *labels: str) -> GaugeMetricFamily | CounterMetricFamily:
+    kind = GaugeMetricFamily if shown.kind == "gauge" else CounterMetricFamily
+    return kind(shown.name, shown.text, labels=labels)
+
+
+def _is_ready(process: Process) -> bool:
+    return process.words.get("phase") in _SERVING
+
+
+def _derived(snapshot: Snapshot, config: Config) -> Iterator[Metric]:
+    """What no single word says."""
+    wanted = _family(table.WORKERS)
+    wanted.add_metric([], config.num_workers)
+    yield wanted
+    num_ready = _family(table.WORKERS_READY)
+    num_ready.add_metric([], sum(map(_is_ready, snapshot.of_role("worker"))))
+    yield num_ready
+    ready = _family(table.READY, "process")
+    for process in snapshot.of_role("worker") + snapshot.of_role("http"):
+        ready.add_metric([process.name], int(_is_ready(process)))
+    yield ready
+    restarts = _family(table.RESTARTS, "role", "cause")
+    supervisor = snapshot.processes.get(SUPERVISOR)
+    for role in ("worker", "http"):
+        for cause in DEATH_CAUSES:
+            if supervisor is not None:
+                count = supervisor.words.get(f"{role}_restarts_{cause}", 0)
+                restarts.add_metric([role, cause], count)
+    yield restarts
+    for shown, stem, reasons in (
+        (table.REFUSALS, "num_refused", REFUSALS),
+        (table.COMPLETIONS, "num_ended", ENDINGS),
+    ):
+        family = _family(shown, "reason")
+        for reason in reasons:
+            family.add_metric([reason], snapshot.sum("http", f"{stem}_{reason}"))
         yield family
-    for name, observed in histograms.items():
-        metric = HistogramMetricFamily(
-            f"shmserve_{name.removesuffix('_us')}_seconds",
-            f"The histogram {name} of each process's board.",
-            labels=["process"],
-        )
-        for process, reading in observed:
-            metric.add_metric([process], _cumulative(reading), sum_value=reading.sum / 1e6)
-        yield metric
 
 
-def _cumulative(reading: HistogramReading) -> list[tuple[str, float]]:
-    buckets = []
-    total = 0
-    for bound, count in zip((*reading.bounds, None), reading.counts, strict=True):
-        total += count
-        buckets.append(("+Inf" if bound is None else repr(bound / 1e6), float(total)))
-    return buckets
+def _words(snapshot: Snapshot) -> Iterator[Metric]:
+    for word, shown in table.WORDS.items():
+        family = _family(shown, "process")
+        for process in snapshot.processes.values():
+            raw = process.words.get(word)
+            if raw is not None and (raw or shown.unit != "age"):  # 0: it never happened
+                family.add_metric([process.name], shown.value(raw, snapshot.taken_ns))
+        yield family
 
 
-def _ring_metrics(rings: Sequence[RingStats]) -> Iterator[Metric]:
-    gauges = {
-        "depth": GaugeMetricFamily(
-            "shmserve_ring_depth", "Slots written and not yet handled.", labels=["ring"]
-        ),
-        "capacity": GaugeMetricFamily(
-            "shmserve_ring_capacity", "Slots of the ring.", labels=["ring"]
-        ),
+def _histograms(snapshot: Snapshot) -> Iterator[Metric]:
+    for name, shown in table.HISTOGRAMS.items():
+        family = HistogramMetricFamily(shown.name, shown.text, labels=["process"])
+        scale = 1e6 if shown.unit == "us" else 1
+        for process in snapshot.processes.values():
+            if name in process.histograms:
+                add_histogram(family, [process.name], process.histograms[name], scale)
+        yield family
+
+
+def _rings(snapshot: Snapshot) -> Iterator[Metric]:
+    numbers = {name: _numbers_of(ring) for name, ring in snapshot.rings.items()}
+    for word, shown in table.RING_WORDS.items():
+        family = _family(shown, "ring")
+        for name, values in numbers.items():
+            family.add_metric([name], shown.value(values[word], snapshot.taken_ns))
+        yield family
+
+
+def _numbers_of(ring: RingStats) -> dict[str, int]:
+    return {
+        **ring.producer,
+        **ring.consumer,
+        "depth": ring.depth,
+        "capacity": ring.capacity,
+        "torn": ring.num_torn,
+        "has_producer": int(ring.has_producer),
+        "has_consumer": int(ring.has_consumer),
     }
-    by_word: dict[str, Metric] = {}
-    for ring in rings:
-        label = [".".join(ring.name.rsplit(".", 2)[1:])]
-        gauges["depth"].add_metric(label, ring.depth)
-        gauges["capacity"].add_metric(label, ring.capacity)
-        for name, value in {**ring.producer, **ring.consumer}.items():
-            metric = by_word.get(name)
-            if metric is None:
-                kind = (
-                    GaugeMetricFamily
-                    if name in ("high_water", "pending", "largest_batch")
-                    else CounterMetricFamily
-                )
-                metric = by_word[name] = kind(
-                    f"shmserve_ring_{name}",
-                    f"The header word {name} of each ring.",
-                    labels=["ring"],
-                )
-            metric.add_metric(label, value)  # type: ignore[attr-defined]  # both families have it
-    yield from gauges.values()
-    yield from by_word.values()
 
 
 def render(collector: InstanceCollector) -> bytes:

@@ -1,13 +1,11 @@
 """POST /generate: SGLang's native interface.
 
-Owns: its schema, its `meta_info`, its frames. Streams carry the cumulative text and ids in every frame (SGLang's contract: a
+Owns: its schema and its way to completions (native_answer.py: what they look like). Streams carry the cumulative text and ids in every frame (SGLang's contract: a
 stream of n tokens costs n^2 / 2 of them in bytes), or only what is new with `incremental: true`. Event loop's thread only.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,15 +13,17 @@ import msgspec
 from aiohttp import web
 
 from shmserve.http import fields
+from shmserve.http.choice import Choice
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
-from shmserve.http.in_flight import InFlight
 from shmserve.http.interval import spaced
-from shmserve.http.logprobs import TokenLogprob, TokenTexts, native_logprobs
+from shmserve.http.logprobs import TokenTexts
+from shmserve.http.native_answer import NativeAnswer
 from shmserve.http.openai.endpoints import MOST_CHOICES, prompts_of, response_headers
-from shmserve.http.openai.formats import DoneStream, event
-from shmserve.http.stream import Choice, SseStream
-from shmserve.request import FinishReason, SamplingParams
+from shmserve.http.openai.formats import DoneStream
+from shmserve.http.slow_client import rules_of
+from shmserve.http.stream import SseStream
+from shmserve.request import SamplingParams
 
 MAX_NEW_TOKENS: Final = 128  # SGLang's default
 
@@ -74,7 +74,12 @@ class GenerateRequest(msgspec.Struct):
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     priority: int | None = None
+    timeout_ms: int | None = None
+    data_parallel_rank: int | None = None
     cache_salt: str | None = None
+    on_slow_client: str | None = None
+    slow_client_bytes: int | None = None
+    slow_client_seconds: float | None = None
     # Named, and not yet honoured.
     input_embeds: Any = None
     token_ids_logprob: list[int] | None = None
@@ -132,7 +137,15 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
     # SGLang's sign: higher runs earlier.
     priority = -fields.in_range("priority", parsed.priority, -(2**31) + 1, 2**31 - 1, 0)
     salt = fields.cache_salt(parsed.cache_salt)
-    front.admission.admit(sum(sampling.n or 1 for sampling in samplings))
+    rules = rules_of(front.config.http, parsed)
+    front.admit(
+        request,
+        sum(sampling.n or 1 for sampling in samplings),
+        priority=priority,
+        timeout_ms=parsed.timeout_ms,
+        rank=parsed.data_parallel_rank,
+        least_tokens=front.tokenizer.least_tokens(prompts),
+    )
     wanted: list[Wanted] = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         if isinstance(prompt, str):
@@ -148,7 +161,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
             priority=priority,
             grammar=await front.grammars.wanted_by(sampling),
         )
-        wanted += choices_of(prompt, params, fields.seeds(seed, n), salt)
+        wanted += choices_of(prompt, params, fields.seeds(seed, n), salt, is_timed=True)
     interval = max(
         fields.in_range("stream_interval", s.stream_interval, 1, 2**31 - 1, 1) for s in samplings
     )
@@ -156,7 +169,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
     headers = response_headers(request, rid, ignored)
     async with Generation(front, request, wanted, headers.get("X-Request-Id", "")) as generation:
         answers = [
-            _Answer(
+            NativeAnswer(
                 entry,
                 want.params,
                 index if is_batch else None,
@@ -184,9 +197,8 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
             ]
             stream = SseStream(
                 request,
-                front.client,
-                front.config.http,
-                front.turnstile,
+                front,
+                rules,
                 generation.signal,
                 choices,
                 DoneStream(),
@@ -250,115 +262,3 @@ def _params(front: FrontEnd, sampling: NativeSampling, room: int) -> SamplingPar
         vocab_size=vocab_size,
         min_tokens_name="min_new_tokens",
     )
-
-
-class _Answer:
-    """One completion in SGLang's shape, and its ChoiceFormat when it is streamed."""
-
-    around_text: tuple[bytes, bytes] | None = None  # every frame differs in more than its text
-
-    def __init__(
-        self,
-        entry: InFlight,
-        params: SamplingParams,
-        index: int | None,
-        rid: str | None,
-        incremental: bool,
-        texts: TokenTexts | None,
-        scored_ids: list[int],
-        scored_from: int,
-    ) -> None:
-        self._entry = entry
-        self._params = params
-        self._index = index
-        self._id = rid or f"{entry.req_id:016x}"
-        self._is_incremental = incremental
-        self._text = ""
-        self._ids: list[int] = []
-        self._texts = texts
-        self._scored_ids = scored_ids
-        self._scored_from = scored_from
-        self._logprobs: list[TokenLogprob] = []
-
-    def opening(self) -> bytes:
-        return b""
-
-    def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
-        return self._frame(text, token_ids, is_last=False)
-
-    def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
-        return self._frame(text, token_ids, is_last=True)
-
-    def _frame(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> bytes:
-        self._ids += token_ids
-        self._text += text
-        if self._entry.logprobs is not None:
-            taken = self._entry.logprobs.take(len(token_ids))
-            self._logprobs = taken if self._is_incremental else self._logprobs + taken
-        if self._is_incremental:
-            return event(self._object(text, list(token_ids), is_last=is_last))
-        return event(self._object(self._text, self._ids, is_last=is_last))
-
-    def whole(self, text: str, token_ids: list[int]) -> dict[str, Any]:
-        self._ids = token_ids
-        if self._entry.logprobs is not None:
-            self._logprobs = self._entry.logprobs.take(len(token_ids))
-        return self._object(text, token_ids, is_last=True)
-
-    def _object(self, text: str, token_ids: list[int], *, is_last: bool) -> dict[str, Any]:
-        answer = {"text": text, "output_ids": token_ids, "meta_info": self._meta_info(is_last)}
-        return answer if self._index is None else answer | {"index": self._index}
-
-    def _meta_info(self, is_last: bool) -> dict[str, Any]:
-        """SGLang's keys. Times are seconds; `queue_time` counts from the arrival to the first scheduled step."""
-        entry = self._entry
-        record = entry.finish if is_last else entry.started
-        meta: dict[str, Any] = {
-            "id": self._id,
-            "finish_reason": self._finish_reason() if is_last else None,
-            "prompt_tokens": record.prompt_tokens if record is not None else 0,
-            "weight_version": "default",
-            "num_retractions": record.num_retractions if record is not None else 0,
-            "completion_tokens": len(self._ids),
-            "cached_tokens": record.cached_tokens if record is not None else 0,
-            "reasoning_tokens": 0,
-        }
-        if entry.logprobs is not None:
-            chosen, top = native_logprobs(self._logprobs, self._texts)
-            scored = entry.logprobs.of_prompt(self._scored_ids)[max(0, self._scored_from) :]
-            of_prompt, top_of_prompt = native_logprobs(scored, self._texts)
-            meta["input_token_logprobs"] = of_prompt
-            meta["output_token_logprobs"] = chosen
-            if self._params.num_logprobs > 0:
-                meta["input_top_logprobs"] = top_of_prompt
-                meta["output_top_logprobs"] = top
-        if is_last and entry.finish is not None:
-            finish = entry.finish
-            now_ns = time.monotonic_ns()
-            meta["e2e_latency"] = (now_ns - entry.arrival_ns) / 1e9
-            meta["response_sent_to_client_ts"] = time.time()
-            if finish.scheduled_ns:
-                meta["queue_time"] = (finish.scheduled_ns - entry.arrival_ns) / 1e9
-            if finish.first_token_ns:
-                meta["first_token_latency"] = (finish.first_token_ns - entry.arrival_ns) / 1e9
-                took_s = (finish.time_ns - finish.first_token_ns) / 1e9
-                if took_s > 0:
-                    meta["decode_throughput"] = (finish.completion_tokens - 1) / took_s
-        return meta
-
-    def _finish_reason(self) -> dict[str, Any]:
-        finish = self._entry.finish
-        assert finish is not None
-        reason = FinishReason(finish.finish)
-        if reason is FinishReason.STOP_STRING:
-            return {"type": "stop", "matched": self._entry.matched_stop(self._params.stop)}
-        if reason.is_stop:
-            return {"type": "stop", "matched": finish.matched_token}
-        if reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
-            return {"type": "length", "length": finish.completion_tokens}
-        return {
-            "type": "abort",
-            "message": "The request was aborted.",
-            "status_code": 503,
-            "err_type": None,
-        }

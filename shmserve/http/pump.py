@@ -5,25 +5,29 @@ runs more than K = 256 records (about 2 ms) without giving the event loop a turn
 
 A plain token (one whole-character token of a stream without stop strings, whose transport has nothing buffered) becomes a frame by
 one join and is sent from here; everything else goes the slow way, through `InFlight.on_tokens`.
-Times are collected in lists and folded into the board's histograms a few thousand tokens at a time.
+Times are collected in arrays (`hop_times.py`), which go into the board's histograms a few thousand tokens at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 import time
-from array import array
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from shmserve.http.direct import DirectTable
 from shmserve.http.errors import ApiError
+from shmserve.http.hop_times import HopTimes
 from shmserve.http.in_flight import InFlight
+from shmserve.http.record_checks import (
+    MOST_MESSAGE_CHARACTERS,
+    check_finish,
+    check_pairs,
+    tokens_of,
+)
 from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Ring
@@ -32,7 +36,9 @@ from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire import (
     FLAG_LAST_IS_STOP,
     TOKEN_SLOT_BYTES,
+    TOKENS_DTYPE,
     TokenKind,
+    WireError,
     token_key,
     unpack_finish,
     unpack_message,
@@ -41,22 +47,20 @@ from shmserve.wire import (
 log = logging.getLogger(__name__)
 
 RECORDS_PER_TURN: Final = 256
-FOLD_AFTER: Final = 4096
+MOST_BAD_RECORDS: Final = 16
+"""A worker of which so many records of one channel could not be read is started anew."""
 
-# kind, count, finish and flags as one number, so that one comparison tells a plain token.
+# kind, count, finish and flags as one number, so that one comparison tells a plain token. An id below 0 is one far above the
+# vocabulary.
 _COLUMNS: Final = np.dtype(
     {
         "names": ["req_id", "time_ns", "meta", "token_id", "delay_us"],
-        "formats": ["<u8", "<u8", "<u4", "<i4", "<u4"],
+        "formats": ["<u8", "<u8", "<u4", "<u4", "<u4"],
         "offsets": [0, 8, 20, 32, 64],
         "itemsize": TOKEN_SLOT_BYTES,
     }
 )
-_TOKEN_IDS: Final = struct.Struct("<8i")
 _PLAIN: Final = TokenKind.TOKENS | 1 << 8
-
-_U8: TypeAlias = npt.NDArray[np.uint64]
-_U4: TypeAlias = npt.NDArray[np.uint32]
 
 
 class Pump:
@@ -68,10 +72,13 @@ class Pump:
         entries: dict[int, InFlight],
         table: DirectTable,
         board: Board,
+        times: HopTimes,
         on_finish: Callable[[InFlight], None],
         on_broken: Callable[[str], None],
+        vocab_size: int,
     ) -> None:
         self.num_stale = 0
+        self.num_bad = 0
         self._ring = ring
         self._consumer = ring.consumer()
         self._words = ring.segment.words()
@@ -80,13 +87,13 @@ class Pump:
         self._board = board
         self._on_finish = on_finish
         self._on_broken = on_broken
+        self._vocab_size = vocab_size
         self._loop = asyncio.get_running_loop()
         self._is_scheduled = False
         self._is_broken = False  # the counter lied: what it announced may be anything
         self._messages: dict[int, str] = {}
-        self._turns: list[tuple[_U8, _U4, int, int]] = []  # times, delays, popped, tokens written
-        self._written = array("q")
-        self._itl_wire = array("q")
+        self._times = times
+        self._popped_ns = 0  # when the batch was read that is handled now
         self._w_frames = board.cell("frames")
         self._w_tokens = board.cell("tokens")
         self._loop.add_reader(ring.data.fd, self._on_readable)
@@ -102,7 +109,7 @@ class Pump:
         except RingProtocolError as error:
             log.error("token ring %s: %s", self._ring.segment.name, error)
         self._is_scheduled = False
-        self.fold()
+        self._times.fold()
 
     @property
     def is_behind(self) -> bool:
@@ -113,17 +120,24 @@ class Pump:
         try:
             self._consumer.poll()
         except RingProtocolError as error:
-            self._is_broken = True
-            self._is_scheduled = False
-            self._loop.remove_reader(self._ring.data.fd)
-            self._on_broken(str(error))
+            self._break_off(error)
             return
         if not self._is_scheduled:
             self._turn()
 
+    def _break_off(self, error: RingProtocolError) -> None:
+        self._is_broken = True
+        self._is_scheduled = False
+        self._loop.remove_reader(self._ring.data.fd)
+        self._on_broken(str(error))
+
     def _turn(self) -> None:
         self._is_scheduled = False
-        self._take(RECORDS_PER_TURN)
+        try:
+            self._take(RECORDS_PER_TURN)
+        except RingProtocolError as error:
+            self._break_off(error)
+            return
         if self._consumer.owed and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn_again)
@@ -139,11 +153,11 @@ class Pump:
         if not count:
             return
         now = time.monotonic_ns
-        popped = now()
+        self._popped_ns = popped = now()
         records = np.frombuffer(view, _COLUMNS)
-        written = self._written
+        written = self._times.written
         before = len(written)
-        add_written, add_itl = written.append, self._itl_wire.append
+        add_written, add_itl = written.append, self._times.itl_wire.append
         table = self._table
         paths, written_ns = table.paths, table.written_ns
         ids = records["req_id"]
@@ -161,7 +175,10 @@ class Pump:
         ):
             if plain and (path := paths[slot]) is not None:
                 lines, fixed, front, back, pieces, send, spill = path
-                piece = pieces[token_id]
+                try:
+                    piece = pieces[token_id]
+                except IndexError:  # no token of ours: refused below
+                    piece = b""
                 if piece:
                     frame = b"".join((lines[fixed + len(piece)], front, piece, back))
                     try:
@@ -188,11 +205,16 @@ class Pump:
         if num_direct:
             words[self._w_frames] += num_direct
             chosen = np.delete(records, skipped) if skipped else records
-            times = (chosen["time_ns"].copy(), chosen["delay_us"].copy())
-            self._turns.append((*times, popped, num_direct))
-            if len(written) >= FOLD_AFTER:
-                self.fold()
+            self._times.note_turn(
+                chosen["time_ns"].copy(), chosen["delay_us"].copy(), popped, num_direct
+            )
             del chosen
+        if slow_tokens:
+            looked_at = np.array(skipped)
+            is_tokens = records["meta"][looked_at] & 0xFF == TokenKind.TOKENS
+            # Indexing copies: nothing holds the view.
+            whole = np.frombuffer(view, TOKENS_DTYPE)[looked_at[is_tokens]]
+            self._times.note_records(whole, popped)
         del records, ids
         view.release()
         consumer.release(count)
@@ -206,41 +228,57 @@ class Pump:
             return 0
         try:
             return self._slow(entry, slot)
-        except Exception:
+        except WireError as error:
+            log.error("request %016x: a record of it cannot be: %s", entry.req_id, error)
+            self._count_bad()
+        except Exception:  # the fault may be ours
             log.exception("request %016x: its record could not be handled", entry.req_id)
-            entry.link.abort(entry)
-            entry.fail(ApiError(500, "The server could not handle the model's output."))
-            return 0
+        entry.link.abort(entry)
+        entry.fail(ApiError(500, "The server could not handle the model's output."))
+        if slot[20] == TokenKind.FINISH:  # no other will come
+            self._messages.pop(req_id, None)
+            self._on_finish(entry)
+        return 0
 
     def _slow(self, entry: InFlight, slot: bytes) -> int:
         """Any record that is not a plain token on a stream that keeps up; the number of tokens in it."""
         kind = slot[20]
         if kind == TokenKind.TOKENS:
-            count = slot[21]
+            ids = tokens_of(slot, self._vocab_size)
             is_first = not entry.has_tokens
-            entry.has_tokens = True
-            entry.token_ids += _TOKEN_IDS.unpack_from(slot, 32)[:count]
+            entry.popped_ns = self._popped_ns
+            if is_first:
+                entry.has_tokens = True
+                entry.first_popped_ns = self._popped_ns
+            entry.token_ids += ids
             entry.was_stop_token = bool(slot[23] & FLAG_LAST_IS_STOP)
             if entry.logprobs is not None:
                 entry.logprobs.add_tokens(slot)
+            if entry.timing is not None:
+                entry.timing.came(slot, len(ids), self._popped_ns)
             if entry.on_tokens is not None:
                 entry.on_tokens(entry)
             elif is_first:
                 entry.signal.set()
-            return count
+            return len(ids)
         if kind == TokenKind.STARTED:
-            entry.started = unpack_finish(slot)  # wakes nobody: see SseStream._first_word
+            started = unpack_finish(slot)
+            check_finish(started, time.monotonic_ns())
+            entry.started = started  # wakes nobody: see SseStream._first_word
+            entry.link.started(entry)
         elif kind == TokenKind.TOP_LOGPROBS and entry.logprobs is not None:
+            check_pairs(slot, self._vocab_size)
             entry.logprobs.add_top(slot)
         elif kind == TokenKind.PROMPT_LOGPROBS and entry.logprobs is not None:
+            check_pairs(slot, self._vocab_size)
             entry.logprobs.add_prompt(slot)
         elif kind == TokenKind.MESSAGE:
-            self._messages[entry.req_id] = self._messages.get(entry.req_id, "") + unpack_message(
-                slot
-            )
+            message = self._messages.get(entry.req_id, "") + unpack_message(slot)
+            self._messages[entry.req_id] = message[:MOST_MESSAGE_CHARACTERS]
         elif kind == TokenKind.FINISH:
             entry.direct = None
             record_ = unpack_finish(slot)
+            check_finish(record_, time.monotonic_ns())
             message = self._messages.pop(entry.req_id, "")
             if record_.finish == FinishReason.ERROR:
                 entry.error = ApiError(
@@ -250,31 +288,11 @@ class Pump:
             self._on_finish(entry)
             entry.signal.set()
         else:
-            log.warning("token record of unexpected kind %d for %016x", kind, entry.req_id)
+            raise WireError(f"a record of kind {kind}")
         return 0
 
-    def fold(self) -> None:
-        """Put the collected times into the board's histograms. Called every few thousand tokens and on the heartbeat."""
-        histograms = self._board.histograms
-        if self._turns:
-            turns, self._turns = self._turns, []
-            written = np.array(self._written, np.int64)
-            itl = np.array(self._itl_wire, np.int64)
-            del self._written[:]
-            del self._itl_wire[:]
-            lengths = np.array([turn[3] for turn in turns])
-            sampled = np.concatenate([turn[0] for turn in turns]).astype(np.int64)
-            published = (
-                sampled + np.concatenate([turn[1] for turn in turns]).astype(np.int64) * 1000
-            )
-            popped_of_turn = np.array([turn[2] for turn in turns], np.int64)
-            popped = np.repeat(popped_of_turn, lengths)
-            # A token is framed when the one before it in its turn has been written: framing itself takes 0.3 us.
-            framed = np.empty_like(written)
-            framed[1:] = written[:-1]
-            framed[np.cumsum(lengths) - lengths] = popped_of_turn
-            histograms["hop_publish_us"].observe((published - sampled) // 1000)
-            histograms["hop_pop_us"].observe((popped - published) // 1000)
-            histograms["hop_frame_us"].observe((framed - popped) // 1000)
-            histograms["hop_write_us"].observe((written - framed) // 1000)
-            histograms["itl_wire_us"].observe(itl // 1000)
+    def _count_bad(self) -> None:
+        self.num_bad += 1
+        self._board.add("num_bad_records")
+        if self.num_bad == MOST_BAD_RECORDS:
+            self._on_broken(f"{self.num_bad} of its records could not be read")

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from shmserve.http.choice import Choice, ChoiceFormat, ResponseFormat
 from shmserve.http.front_end import FrontEnd, Generation, Wanted
 from shmserve.http.in_flight import InFlight
-from shmserve.http.stream import Choice, ChoiceFormat, ResponseFormat, SseStream
+from shmserve.http.slow_client import SlowClientRules
+from shmserve.http.stream import SseStream
 
 
 class SingleFormat(ChoiceFormat, Protocol):
@@ -24,6 +26,7 @@ async def answer_single(
     want: Wanted,
     headers: dict[str, str],
     is_streamed: bool,
+    rules: SlowClientRules,
     formats_of: Callable[[InFlight], tuple[SingleFormat, ResponseFormat]],
 ) -> web.StreamResponse:
     """`formats_of(entry)`: how the completion looks, and what stands around it."""
@@ -35,9 +38,8 @@ async def answer_single(
             choice = Choice(entry, generation.text_stream(0), generation.pieces(0), single)
             stream = SseStream(
                 request,
-                front.client,
-                front.config.http,
-                front.turnstile,
+                front,
+                rules,
                 generation.signal,
                 [choice],
                 around,

@@ -3,14 +3,8 @@
 Owns: the response's transport from its headers to its last chunk, and the choice of who writes a token: the pump, directly, while the
 stream is plain and keeps up; this module otherwise. Never: decides when a completion ends, or builds JSON (formats do).
 
-The second boundary, from a request to a slow client's socket, has the three policies of the first (`--slow-client`):
-
-    coalesce   what cannot be written waits as text and becomes one frame per choice when the client reads on; past either
-               bound (`--slow-client-bytes`, `--slow-client-seconds`) the connection is closed and its requests aborted
-    block      and its sequences are paused in the scheduler meanwhile
-    drop       the connection is closed at once
-
-The kernel would hide a slow client behind megabytes of its own buffers: `listener.py` bounds them. Event loop's thread only.
+What happens from the write that a client does not take whole until it has read is `congestion.py`'s. The kernel would hide a slow
+client behind megabytes of its own buffers: `backlog.py` bounds them. Event loop's thread only.
 """
 
 from __future__ import annotations
@@ -19,23 +13,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import HttpVersion11
+from aiohttp.http import HttpVersion11, StreamWriter
 
-from shmserve.http.detokenizer import TextStream
-from shmserve.http.direct import Direct, direct_path
+from shmserve.http.backlog import NOTSENT_LOWAT_BYTES
+from shmserve.http.choice import Choice, ResponseFormat
+from shmserve.http.congestion import Congestion
+from shmserve.http.deadlines import failure_of
+from shmserve.http.direct import direct_path
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
-from shmserve.http.listener import NOTSENT_LOWAT_BYTES, backlog_bytes
+from shmserve.http.slow_client import SlowClientRules
 
 if TYPE_CHECKING:
-    from shmserve.config import HttpConfig
-    from shmserve.http.client import WorkerClient
-    from shmserve.http.detokenizer import Pieces
-    from shmserve.http.turnstile import Turnstile
+    from shmserve.http.front_end import FrontEnd
 
 log = logging.getLogger(__name__)
 
@@ -47,84 +40,31 @@ RECHECK_S: Final = 1.0
 """How often a stream that has no token yet looks whether it has been started."""
 
 
-class ChoiceFormat(Protocol):
-    """How one choice looks on the wire: whole SSE events as bytes."""
-
-    @property
-    def around_text(self) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the JSON-escaped text of a delta, if that is all that changes; else None."""
-
-    def opening(self) -> bytes:
-        """Events before the first text."""
-
-    def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
-        """The event for new tokens and the text they released (maybe none); b"" for no event."""
-
-    def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
-        """The events that end the choice; `text` was held until now."""
-
-
-class ResponseFormat(Protocol):
-    """What stands around the choices."""
-
-    def ending(self, entries: Sequence[InFlight]) -> bytes:
-        """Events after the last choice's end, [DONE] included."""
-
-    def failing(self, error: ApiError) -> bytes:
-        """Events that end a stream that could not go on."""
-
-
-class Choice:
-    """One completion of a streamed response."""
-
-    def __init__(
-        self, entry: InFlight, text: TextStream, pieces: Pieces, fmt: ChoiceFormat
-    ) -> None:
-        self.entry = entry
-        self.text = text
-        self.pieces = pieces
-        self.format = fmt
-        self.is_open = True
-        self.direct: Direct | None = None  # made when the pump may first write
-        self.waiting_text: list[str] = []  # for a congested client
-        self.waiting_ids: list[int] = []
-
-    def take(self) -> list[tuple[str, list[int]]]:
-        """What has come since the last call, token by token: (text, [id])."""
-        entry = self.entry
-        ids, entry.token_ids = entry.token_ids, []
-        taken = []
-        last = len(ids) - 1
-        for i, token_id in enumerate(ids):
-            has_text = not (entry.was_stop_token and i == last)
-            taken.append((self.text.feed(token_id) if has_text else "", [token_id]))
-        return taken
-
-
 class SseStream:
     """Runs one streamed response. `choices` share one connection and one signal."""
 
     def __init__(
         self,
         request: web.Request,
-        client: WorkerClient,
-        config: HttpConfig,
-        turnstile: Turnstile,
+        front: FrontEnd,
+        rules: SlowClientRules,
         signal: Signal,
         choices: Sequence[Choice],
         fmt: ResponseFormat,
         headers: dict[str, str],
     ) -> None:
         self._request = request
-        self._client = client
-        self._config = config
-        self._turnstile = turnstile
+        self._client = front.client
+        self._config = front.config.http
+        self._turnstile = front.turnstile
+        self._slow_clients = front.slow_clients
+        self._rules = rules
         self._signal = signal
         self._choices = choices
         self._format = fmt
+        self._times = front.client.times
+        self._has_written = False  # a token: from then on the pump may write
         self._is_chunked = request.version >= HttpVersion11
-        self._is_congested = False
-        self._waiting_bytes = 0
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -144,40 +84,43 @@ class SseStream:
         transport = self._request.transport
         if writer is None or transport is None or transport.is_closing():
             raise ConnectionResetError("the client has gone")
+        assert isinstance(writer, StreamWriter)
         self._transport = transport
         # asyncio's write costs 0.5 us more than the send in it. The pump sends on a descriptor of its own: while we hold it, its
         # number cannot become another connection's.
         self._socket = transport.get_extra_info("socket").dup()
+        is_encrypted = transport.get_extra_info("sslcontext") is not None
+        self._send = self._send_encrypted if is_encrypted else self._socket.send
         transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
-        self._drain = writer.drain
+        self._congestion = Congestion(
+            self._slow_clients, self._client, self._rules, transport, writer.drain, self._choices
+        )
         self._by_entry = {id(choice.entry): choice for choice in self._choices}
         try:
             tail = await self._body(writer)
         finally:
-            self._note_waiting(0)
+            self._congestion.end()
             for choice in self._choices:
                 choice.entry.direct = None
             self._socket.close()
-        try:
-            async with asyncio.timeout(self._config.slow_client_seconds):
-                await self.response.write_eof(tail)  # one send with the end of the last choice
-        except TimeoutError:
-            self._give_up("it has not read the end for --slow-client-seconds")
-            raise ConnectionResetError("the client was too slow") from None
+        # Looked at once it is written: who does not read the end is not waited for without a bound.
+        asyncio.get_running_loop().call_soon(
+            self._slow_clients.watch_answer, transport, self._rules, self._congestion.name
+        )
+        await self.response.write_eof(tail)  # one send with the end of the last choice
         return self.response
 
-    async def _body(self, writer: AbstractStreamWriter) -> bytes:
+    async def _body(self, writer: StreamWriter) -> bytes:
         """Write all but the tail, and return that. A status is no longer possible: whatever fails here is an event."""
         try:
             opening = b"".join(choice.format.opening() for choice in self._choices)
             opening += self._advance_all()
-            await writer.write(opening or KEEP_ALIVE)  # the headers go with it
+            # The headers go with it. Not drained: what it does not take is congestion, which has its bounds.
+            await writer.write(opening or KEEP_ALIVE, drain=False)
             self._count_frames(opening)
+            self._note_all_written()
             for choice in self._choices:  # the interval to a choice's first token counts from here
                 choice.entry.last_written_ns = time.monotonic_ns()
-            self._client.board.histograms["ttft_us"].observe_one(
-                (time.monotonic_ns() - self._choices[0].entry.arrival_ns) // 1000
-            )
             rest = await self._stream()
             return rest + self._format.ending([choice.entry for choice in self._choices])
         except ApiError as raised:
@@ -193,10 +136,12 @@ class SseStream:
         """Return when there is something to send: a token, an end, or a started request that takes long."""
         while True:
             entries = [choice.entry for choice in self._choices]
-            for entry in entries:
-                if entry.error is not None:
-                    raise entry.error
-            if any(entry.token_ids or entry.is_over for entry in entries):
+            failure = failure_of(entries)
+            if failure is not None:
+                raise failure
+            if any(
+                entry.token_ids or (entry.is_over and entry.expiry is None) for entry in entries
+            ):
                 return
             # STARTED wakes nobody: 40 us a request, for a wait that hardly ever lasts long enough.
             wait_s = min(RECHECK_S, self._config.headers_after_s)
@@ -213,19 +158,22 @@ class SseStream:
         for choice in self._choices:
             choice.entry.on_tokens = self._on_tokens
         if self._transport.get_write_buffer_size():
-            self._congest()
+            self._congestion.begin()
         while True:
+            if self._congestion.is_on:
+                await self._congestion.relieve()
             events = self._advance_all()
             is_over = not any(choice.is_open for choice in self._choices)
-            if is_over and not self._is_congested and len(events) <= TAIL_BYTES:
+            if is_over and len(events) <= TAIL_BYTES:
                 self._count_frames(events)
+                self._note_all_written()
                 return events
             self._write(events)  # what came before an error is sent before it
+            self._note_all_written()
             for choice in self._choices:
                 if choice.is_open and choice.entry.error is not None:
                     raise choice.entry.error
-            if self._is_congested:
-                await self._relieve()
+            if self._congestion.is_on:
                 continue
             if is_over:
                 return b""
@@ -246,23 +194,46 @@ class SseStream:
         """Events for what has come, the choice's end included."""
         frames = [self._waiting_frame(choice)]
         frames += [choice.format.delta(text, ids) for text, ids in choice.take()]
+        whole = b"".join(frames)
         entry = choice.entry
         if entry.finish is not None and entry.error is None:
-            choice.is_open = False
-            frames.append(
-                choice.format.closing(choice.text.finish(entry.finish.keep_bytes), (), entry)
-            )
-        whole = b"".join(frames)
-        if whole:
-            entry.last_written_ns = time.monotonic_ns()
+            if entry.timing is None or not whole:
+                whole += choice.closing()
+            else:  # its end tells when these were written
+                self._signal.set()
+        choice.has_events = bool(whole)
         return whole
 
     def _waiting_frame(self, choice: Choice) -> bytes:
         if not choice.waiting_ids:
             return b""
-        text, ids = "".join(choice.waiting_text), choice.waiting_ids
-        choice.waiting_text, choice.waiting_ids = [], []
-        return choice.format.delta(text, ids)
+        return choice.format.delta(*choice.take_waiting())
+
+    def _note_written(self, choice: Choice) -> None:
+        """A frame of this choice is on its way: its first token ends an interval, the others came with it."""
+        now, entry = time.monotonic_ns(), choice.entry
+        if choice.num_unwritten:
+            self._times.note_frame(
+                entry.popped_ns,
+                choice.framed_ns,
+                now,
+                entry.last_written_ns,
+                choice.num_unwritten,
+            )
+            if not self._has_written:
+                self._has_written = True
+                ttft_us = (now - entry.arrival_ns) // 1000
+                self._client.board.histograms["ttft_us"].observe_one(ttft_us)
+        if entry.timing is not None:
+            entry.timing.written(now)
+        choice.num_unwritten = 0
+        entry.last_written_ns = now
+
+    def _note_all_written(self) -> None:
+        for choice in self._choices:
+            if choice.has_events:
+                choice.has_events = False
+                self._note_written(choice)
 
     def _on_tokens(self, entry: InFlight) -> None:
         """The pump has tokens that it could not write itself: one event for one record, or into what waits."""
@@ -275,22 +246,20 @@ class SseStream:
         taken = choice.take()
         text = "".join(part for part, _ in taken)
         ids = [token_id for _, part in taken for token_id in part]
-        if self._is_congested:
-            choice.waiting_text.append(text)
-            choice.waiting_ids += ids
-            self._note_waiting(self._waiting_bytes + len(text.encode()))
-            if self._waiting_bytes > self._config.slow_client_bytes:
-                self._give_up("more waits for it than --slow-client-bytes")
+        if self._congestion.is_on:
+            self._congestion.hold(choice, text, ids)
             return
-        self._write(choice.format.delta(text, ids))
-        entry.last_written_ns = time.monotonic_ns()
-        if not self._is_congested:
+        frame = choice.format.delta(text, ids)
+        if frame:
+            self._write(frame)
+            self._note_written(choice)
+        if not self._congestion.is_on:
             self._go_direct(choice)
 
     def _go_direct(self, choice: Choice) -> None:
         """Let the pump write this choice's plain tokens by itself."""
         entry, around = choice.entry, choice.format.around_text
-        if around is None or entry.is_over or entry.is_aborted:
+        if around is None or not self._has_written or entry.is_over or entry.is_aborted:
             return
         if not choice.text.is_plain:
             entry.direct = None  # what is held goes out before the next token's text
@@ -301,7 +270,7 @@ class SseStream:
                 self._is_chunked,
                 choice.pieces.direct,
                 choice.pieces.longest,
-                self._socket.send,
+                self._send,
                 self._spill,
             )
         entry.direct = choice.direct
@@ -314,76 +283,18 @@ class SseStream:
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         self._count_frames(data)
         if self._transport.get_write_buffer_size():
-            self._congest()
+            self._congestion.begin()
 
     def _count_frames(self, data: bytes) -> None:
         if data is not KEEP_ALIVE:
             self._client.board.add("frames", data.count(b"\n\n"))
 
-    def _congest(self) -> None:
-        """The transport did not take everything: from here on tokens wait as text."""
-        if self._is_congested:
-            return
-        self._is_congested = True
-        for choice in self._choices:
-            choice.entry.direct = None
-        if self._config.slow_client == "drop":
-            self._give_up("it does not keep up, and --slow-client is drop")
-        self._signal.set()
-
-    async def _relieve(self) -> None:
-        """Wait until the client has read what was written, as long as it may take."""
-        is_blocking = self._config.slow_client == "block"
-        still_open = [choice.entry for choice in self._choices if choice.is_open]
-        if is_blocking:
-            for entry in still_open:
-                self._client.set_paused(entry, True)
-        await self._until_read()
-        if self._transport.is_closing():
-            raise ConnectionResetError("the client has gone")
-        self._is_congested = False
-        self._note_waiting(0)
-        if is_blocking:
-            for entry in still_open:
-                self._client.set_paused(entry, False)
-
-    async def _until_read(self) -> None:
-        """Return when the transport's buffer is empty. Raises ConnectionError for a client that reads nothing for too long."""
-        # One wait for all: aiohttp's drain, once cancelled by a timeout, raises CancelledError for ever after.
-        drained = asyncio.ensure_future(self._drained())
-        left = backlog_bytes(self._transport)
-        try:
-            while not drained.done():
-                await asyncio.wait([drained], timeout=self._config.slow_client_seconds)
-                before, left = left, backlog_bytes(self._transport)
-                if not drained.done() and left >= before:  # slow is not stuck
-                    self._give_up("it has read nothing for --slow-client-seconds")
-                    raise ConnectionResetError("the client was too slow")
-            lost = drained.result()
-            if lost is not None:
-                raise lost
-        finally:
-            drained.cancel()
-
-    async def _drained(self) -> ConnectionError | None:
-        """Wait until nothing is buffered; the error, if the connection was lost first (returned: its waiter may be gone)."""
-        try:
-            await self._drain()
-        except ConnectionError as error:
-            return error
-        return None
-
-    def _give_up(self, reason: str) -> None:
-        """Close the connection of a client that is too slow. Its handler is cancelled by that, and aborts its requests."""
-        log.warning(
-            "request %016x: its client is too slow (%s): closed",
-            self._choices[0].entry.req_id,
-            reason,
-        )
-        self._client.board.add("num_slow_clients")
-        for choice in self._choices:
-            self._client.abort(choice.entry)
-        self._transport.abort()
+    def _send_encrypted(self, frame: bytes) -> int:
+        """A frame of the pump's on a TLS connection: it must go through the transport."""
+        self._transport.write(frame)
+        if self._transport.get_write_buffer_size():
+            self._congestion.begin()
+        return len(frame)
 
     def _spill(self, frame: bytes, sent: int) -> None:
         """The pump could not send a frame whole: the rest is the transport's, and what follows must wait behind it."""
@@ -391,12 +302,4 @@ class SseStream:
             self._transport.write(frame[sent:])
         else:  # its reader will notice, and cancel the handler
             log.debug("request %016x: its connection is broken", self._choices[0].entry.req_id)
-        self._congest()
-
-    def _note_waiting(self, num_bytes: int) -> None:
-        """`num_bytes` wait for this client now; the gauges are sums over all clients."""
-        board = self._client.board
-        board.add("mailbox_bytes", num_bytes - self._waiting_bytes)
-        self._waiting_bytes = num_bytes
-        if board["mailbox_bytes"] > board["mailbox_high_water_bytes"]:
-            board["mailbox_high_water_bytes"] = board["mailbox_bytes"]
+        self._congestion.begin()

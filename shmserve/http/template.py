@@ -42,9 +42,15 @@ def _strftime_now(fmt: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises TemplateError if it cannot be compiled. Any thread may render."""
+    """A compiled chat template. Raises TemplateError if it cannot be compiled. Any thread may render.
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    One that `is_foreign` came with a request: nobody knows how long it takes, so the event loop must not render it.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], *, is_foreign: bool = False
+    ) -> None:
+        self.is_foreign = is_foreign
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
@@ -53,7 +59,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"the chat template cannot be compiled: {error}") from None
         self._special_tokens = special_tokens
         self.source = source

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shmserve.grammar import WHITESPACE
+from shmserve.http.call_grammars import SpecialId, forced_grammar, strict_grammar
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.tool_formats import FORMATS, ToolFormat, format_of
 
@@ -31,13 +31,14 @@ To call one, answer with its name and arguments as JSON:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Of one request. `grammar` is (field, Lark text) where a call is forced."""
+    """Of one request. `grammar` is (field, Lark text) where a call is forced, or must be of its function's schema if one comes."""
 
     tools: tuple[dict[str, Any], ...]
     format: ToolFormat
     names: frozenset[str]
     only_one: bool
     grammar: tuple[str, str] | None
+    is_forced: bool
 
 
 def tool_use(
@@ -45,7 +46,7 @@ def tool_use(
     tool_choice: Any,
     parallel: bool | None,
     template: str,
-    special_id: Callable[[str], int | None],
+    special_id: SpecialId,
 ) -> ToolUse | None:
     """None if no call may come of this request. Raises ApiError 400 that names the field.
 
@@ -58,11 +59,14 @@ def tool_use(
     if len(tools) > MOST_TOOLS:
         raise bad_field("tools", f"tools may hold at most {MOST_TOOLS}, got {len(tools)}")
     schemas: dict[str, Any] = {}
+    strict: set[str] = set()
     for index, tool in enumerate(tools):
         name, schema = _function(f"tools[{index}]", tool)
         if name in schemas:
             raise bad_field(f"tools[{index}].function.name", f"tools names {name!r} twice")
         schemas[name] = schema
+        if _is_strict(f"tools[{index}].function.strict", tool["function"]):
+            strict.add(name)
     if tool_choice == "none":
         return None
     fmt = format_of(template)
@@ -83,7 +87,23 @@ def tool_use(
         fmt = FORMATS["llama3"] if fmt.is_python else fmt
         text = forced_grammar(fmt, {name: schemas[name] for name in forced}, only_one, special_id)
         grammar = ("tools", text)
-    return ToolUse(tuple(tools), fmt, frozenset(schemas), only_one, grammar)
+    elif strict:
+        if fmt.is_python:
+            raise bad_field(
+                "tools",
+                "strict tools need calls that are JSON, and this model's are Python: leave strict out, or "
+                "set tool_choice to required",
+            )
+        grammar = ("tools", strict_grammar(fmt, schemas, strict, special_id))
+    return ToolUse(tuple(tools), fmt, frozenset(schemas), only_one, grammar, bool(forced))
+
+
+def _is_strict(at: str, function: Mapping[str, Any]) -> bool:
+    """Whether a call must be of the function's schema: OpenAI's word for it."""
+    strict = function.get("strict")
+    if strict not in (None, False, True):
+        raise bad_field(at, f"{at} must be true or false, got {strict!r:.100}")
+    return bool(strict)
 
 
 def _function(at: str, tool: Any) -> tuple[str, Any]:
@@ -114,35 +134,6 @@ def _named(choice: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     if name not in schemas:
         raise bad_field("tool_choice", f"tool_choice names {name[:100]!r}, which is not in tools")
     return name
-
-
-def forced_grammar(
-    fmt: ToolFormat,
-    schemas: Mapping[str, Any],
-    only_one: bool,
-    special_id: Callable[[str], int | None],
-) -> str:
-    """A Lark grammar of one call, or of one or more, in the model's own format."""
-
-    def mark(text: str) -> str:
-        token_id = special_id(text)
-        return json.dumps(text) if token_id is None else f"<[{token_id}]>"
-
-    rules = []
-    for index, (name, schema) in enumerate(schemas.items()):
-        head = f'{{"name": {json.dumps(name)}, "{fmt.arguments_key}": '
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules.append(f'f{index}: {json.dumps(head)} a{index} "}}"')
-        rules.append(f"a{index}: %json {json.dumps(schema)}")
-    call = "(" + " | ".join(f"f{index}" for index in range(len(schemas))) + ")"
-    if fmt.closer:
-        call = f'{mark(fmt.opener)} "\\n" {call} "\\n" {mark(fmt.closer)}'
-        start = "call" if only_one else 'call ("\\n" call)*'
-    elif fmt.opener:
-        start = f'{mark(fmt.opener)} "[" call' + (' "]"' if only_one else ' (", " call)* "]"')
-    else:
-        start = "call" if only_one else 'call ("; " call)*'
-    return "\n".join([f"start: {start}", f"call: {call}", *rules])
 
 
 def with_calls_as_objects(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +202,7 @@ def told_in_words(
 
 def refuse_with_format(use: ToolUse | None, has_format: bool) -> None:
     """A forced call and a response format are two grammars: only one can hold."""
-    if use is not None and use.grammar is not None and has_format:
+    if use is not None and use.is_forced and has_format:
         raise ApiError(
             400,
             "tool_choice that forces a call cannot be combined with a response format",

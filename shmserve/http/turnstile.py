@@ -30,15 +30,21 @@ class Turnstile:
         self._is_behind = is_behind
         self._with_tokens: deque[asyncio.Future[None]] = deque()
         self._with_requests: deque[asyncio.Future[None]] = deque()
+        self._with_connections: deque[asyncio.Future[None]] = deque()
+        self._was_request = False
         self._is_turning = False
         self._last_turn = 0.0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._with_tokens) + len(self._with_requests)
+        return len(self._with_tokens) + len(self._with_requests) + len(self._with_connections)
 
-    async def turn(self, *, has_tokens: bool) -> None:
-        """Return at once if nobody else had this turn of the loop and no token waits, else in a later one."""
+    async def turn(self, *, has_tokens: bool, is_connection: bool = False) -> None:
+        """Return at once if nobody else had this turn of the loop and no token waits, else in a later one.
+
+        Connections to accept take turns with requests. In one line with them, one would be accepted for every round of all requests, and
+        under overload those who came last waited a minute for their refusal.
+        """
         loop = asyncio.get_running_loop()
         if not self._is_turning:
             self._is_turning = True
@@ -47,7 +53,10 @@ class Turnstile:
                 self._last_turn = loop.time()
                 return
         mine = loop.create_future()
-        (self._with_tokens if has_tokens else self._with_requests).append(mine)
+        if is_connection:
+            self._with_connections.append(mine)
+        else:
+            (self._with_tokens if has_tokens else self._with_requests).append(mine)
         await mine
 
     def _next(self) -> None:
@@ -61,7 +70,11 @@ class Turnstile:
             return
         if not self._is_behind() or now - self._last_turn >= MOST_WAIT_S:
             self._last_turn = now
-            self._let_in(self._with_requests, 1)
+            lines = (self._with_connections, self._with_requests)
+            first, second = lines if self._was_request else lines[::-1]
+            is_first = self._let_in(first, 1) > 0
+            if is_first or self._let_in(second, 1):
+                self._was_request = (first if is_first else second) is self._with_requests
 
     def _let_in(self, queue: deque[asyncio.Future[None]], most: int) -> int:
         num_in = 0

@@ -21,9 +21,10 @@ from shmserve.http.chat import chat_prompt
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, digest_of
 from shmserve.http.health import Boards
+from shmserve.http.neighbours import Neighbours
 from shmserve.http.openai.schemas import ChatRequest
 from shmserve.request import SamplingParams
-from shmserve.wire import SubmitKind
+from shmserve.wire import SubmitKind, digest_of_req_id
 
 MOST_IDS: Final = 1_000_000
 _OUR_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})")
@@ -37,6 +38,7 @@ class TokenizeRequest(msgspec.Struct):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     return_token_strs: bool | None = None
@@ -71,6 +73,7 @@ async def tokenize(front: FrontEnd, request: web.Request, body: bytes) -> web.St
             messages=parsed.messages,
             add_generation_prompt=parsed.add_generation_prompt,
             continue_final_message=parsed.continue_final_message,
+            chat_template=parsed.chat_template,
             chat_template_kwargs=parsed.chat_template_kwargs,
             tools=parsed.tools,
         )
@@ -122,12 +125,16 @@ async def abort_request(front: FrontEnd, request: web.Request, body: bytes) -> w
     count = 0
     for rid in dict.fromkeys(rids):
         ours = _OUR_ID.fullmatch(rid)
-        entry = front.client.in_flight.get(int(ours[1], 16)) if ours else None
+        req_id = int(ours[1], 16) if ours else 0
+        entry = front.client.in_flight.get(req_id)
         if entry is not None:
             entry.link.control(entry, SubmitKind.ABORT)
             count += 1
-        else:
-            count += await front.client.abort_by_digest(digest_of(rid))
+            continue
+        found = await front.client.abort_by_digest(digest_of(rid))
+        if not found and req_id:  # it may be another front end's
+            found = await front.client.abort_by_digest(digest_of_req_id(req_id))
+        count += found
     return _json({"num_aborted": count})
 
 
@@ -161,7 +168,7 @@ def server_info(front: FrontEnd, boards: Boards) -> web.Response:
             "tp_size": 1,
             "dp_size": config.num_workers,
             "num_http_processes": config.num_http,
-            "max_running_requests": config.worker.max_num_seqs,
+            "max_running_requests": config.worker.run_slots * config.num_workers,
             "max_queued_requests": config.http.max_queued_requests,
             "max_total_tokens": sum(load["max_total_num_tokens"] for load in loads),
             "context_length": front.max_model_len,
@@ -178,6 +185,7 @@ def _load(front: FrontEnd, boards: Boards, worker: int) -> dict[str, Any]:
     size = int(front.client.links[worker].info.get("block_size", 0))
     running, waiting = words.get("running", 0), words.get("waiting", 0)
     queries, hits = words.get("prefix_query_tokens", 0), words.get("prefix_hit_tokens", 0)
+    generated = words.get("generation_tokens", 0)
     return {
         "dp_rank": worker,
         "num_running_reqs": running,
@@ -186,9 +194,10 @@ def _load(front: FrontEnd, boards: Boards, worker: int) -> dict[str, Any]:
         "num_used_tokens": used * size,
         "max_total_num_tokens": total * size,
         "token_usage": used / total if total else 0.0,
+        "gen_throughput": round(boards.rates.look(worker, time.monotonic_ns(), generated), 1),
         "cache_hit_rate": hits / queries if queries else 0.0,
         "utilization": running / max(1, front.config.worker.max_num_seqs),
-        "max_running_requests": front.config.worker.max_num_seqs,
+        "max_running_requests": front.config.worker.run_slots,
     }
 
 
@@ -221,9 +230,10 @@ def get_load(front: FrontEnd, boards: Boards) -> web.Response:
     )
 
 
-def server_load(front: FrontEnd) -> web.Response:
-    """vLLM's /load: requests that this front end has in flight."""
-    return _json({"server_load": len(front.client.in_flight)})
+def server_load(front: FrontEnd, boards: Boards) -> web.Response:
+    """vLLM's /load: sequences that all front ends have in flight."""
+    others = Neighbours(front.client.http_index, boards)
+    return _json({"server_load": len(front.client.in_flight) + others.num_in_flight})
 
 
 async def health_generate(front: FrontEnd, request: web.Request) -> web.Response:

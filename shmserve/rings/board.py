@@ -1,14 +1,16 @@
-"""A board: named u64 words and fixed-bucket histograms of one process, one writer, read-only for all others.
+"""A board: named u64 words, fixed-bucket histograms and rosters of one process, one writer, read-only for all others.
 
 Owns: the table of names in the segment and the cells behind it. Never: locks, or allocates after it was made.
 
     offset  content
          0  BOARD_MAGIC (stored last), VERSION, EPOCH, number of words of the whole segment, bytes of the table
-       128  the table: JSON, {"words": {name: cell}, "histograms": {name: [cell, [bounds...]]}}
+       128  the table: JSON, {"words": {name: cell}, "histograms": {name: [cell, [bounds...]]},
+                              "rosters": {name: [cell, rows, [columns...]]}}        (left out where there are none)
      table end, aligned to 128: cells, u64 each
 
 A histogram of n bounds has n + 3 cells: n + 1 counts (the last is above every bound), then the count and the sum of all
 observations. A reader sees each cell whole, and the cells of one histogram as of slightly different moments.
+A row of a roster is there while its first cell, the key, is not 0: it is stored last and taken away first.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +35,17 @@ _W_TABLE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class BoardSpec:
-    """What a board shows: names of words, and histograms by name with ascending integer bounds (their unit is in the name)."""
+    """What a board shows: names of words, histograms by name with ascending integer bounds (their unit is in the name), and
+    rosters by name: how many rows, and the columns, of which the first is the key."""
 
     words: tuple[str, ...]
     histograms: Mapping[str, tuple[int, ...]]
+    rosters: Mapping[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+
+
+def board_bytes(spec: BoardSpec) -> int:
+    """What the segment of such a board takes."""
+    return _num_words(spec, _lay_out(spec)[0]) * 8
 
 
 class Histogram:
@@ -65,6 +74,48 @@ class Histogram:
         words[self._num_buckets] += count
         words[self._num_buckets + 1] += max(0, value) * count
 
+    def cells(self) -> npt.NDArray[np.uint64]:
+        """A copy of it: counts by bucket, the count and the sum."""
+        return self._cells.copy()
+
+    def add_cells(self, cells: npt.NDArray[np.uint64]) -> None:
+        """Add what `cells` of another one with the same bounds holds."""
+        self._cells += cells
+
+
+class Roster:
+    """Who is there, row by row, written by one process. A row that the roster does not have is not shown."""
+
+    def __init__(self, words: memoryview, first: int, num_rows: int, num_columns: int) -> None:
+        self.num_rows = num_rows
+        self._words = words
+        self._first = first
+        self._width = num_columns
+
+    def enter(self, row: int, key: int, *values: int) -> None:
+        """Show a row: the key, then a value for each other column."""
+        if row < self.num_rows:
+            words = self._words
+            at = self._first + row * self._width
+            words[at] = 0  # nobody takes the old key with the new values
+            for cell, value in enumerate(values, at + 1):
+                words[cell] = value
+            words[at] = key
+
+    def set(self, row: int, column: int, value: int) -> None:
+        """Change one value of a row that is there."""
+        if row < self.num_rows:
+            self._words[self._first + row * self._width + column] = value
+
+    def leave(self, row: int) -> None:
+        """Show it no more."""
+        if row < self.num_rows:
+            self._words[self._first + row * self._width] = 0
+
+    def clear(self) -> None:
+        for row in range(self.num_rows):
+            self.leave(row)
+
 
 @dataclass(frozen=True, slots=True)
 class HistogramReading:
@@ -90,12 +141,16 @@ class Board:
                 segment.bytes_view(cell * 8, (cell + len(bounds) + 3) * 8), np.uint64
             )
             self.histograms[name] = Histogram(cells, bounds)
+        self.rosters = {
+            name: Roster(words, cell, num_rows, len(columns))
+            for name, (cell, num_rows, columns) in table.get("rosters", {}).items()
+        }
 
     @classmethod
     def create(cls, name: str, spec: BoardSpec, epoch: int) -> Board:
         """Make the segment `name`. Supervisor only; the process it belongs to writes it."""
         first, table = _lay_out(spec)
-        num_words = first + len(spec.words) + sum(len(b) + 3 for b in spec.histograms.values())
+        num_words = _num_words(spec, first)
         segment = Segment.create(name, num_words * 8)
         segment.mapping[_TABLE_OFFSET : _TABLE_OFFSET + len(table)] = table
         words = segment.words()
@@ -135,19 +190,25 @@ class Board:
 
 
 class BoardReader:
-    """The reading side, in any process. `words()` and `histograms()` copy the moment out."""
+    """The reading side, in any process. `words()`, `histograms()` and `roster()` copy the moment out."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self._words, table = _open(segment)
         self._index: dict[str, int] = table["words"]
         self._histograms: dict[str, tuple[int, list[int]]] = table["histograms"]
+        self._rosters: dict[str, tuple[int, int, list[str]]] = table.get("rosters", {})
         self.epoch = self._words[L.W_EPOCH]
 
     @classmethod
     def attach(cls, name: str) -> BoardReader:
         """Open the board `name` read-only. Raises SegmentError if it is not there."""
-        return cls(Segment.attach_readonly(name))
+        segment = Segment.attach_readonly(name)
+        try:
+            return cls(segment)
+        except SegmentError:
+            segment.close()
+            raise
 
     def __getitem__(self, name: str) -> int:
         return self._words[self._index[name]]
@@ -168,8 +229,42 @@ class BoardReader:
             )
         return readings
 
+    def roster(self, name: str) -> list[dict[str, int]]:
+        """The rows that are there now, by column; none if there is no such roster. A row that changes meanwhile is left out."""
+        if name not in self._rosters:
+            return []
+        first, num_rows, columns = self._rosters[name]
+        rows = []
+        for at in range(first, first + num_rows * len(columns), len(columns)):
+            if key := self._words[at]:
+                cells = self._words[at : at + len(columns)].tolist()
+                if cells[0] == key == self._words[at]:
+                    rows.append(dict(zip(columns, cells, strict=True)))
+        return rows
+
+    def roster_cells(self, name: str) -> npt.NDArray[np.uint64]:
+        """All its rows as they are now, one a line, those that are not there with a key of 0; a row may be half changed."""
+        if name not in self._rosters:
+            return np.zeros((0, 1), np.uint64)
+        first, num_rows, columns = self._rosters[name]
+        cells = np.array(self._words[first : first + num_rows * len(columns)], np.uint64)
+        return cells.reshape(num_rows, len(columns))
+
+    def roster_value(self, name: str, row: int, column: int) -> int:
+        """One value; 0 if that row is not there."""
+        if name not in self._rosters:
+            return 0
+        first, num_rows, columns = self._rosters[name]
+        at = first + row * len(columns)
+        return self._words[at + column] if row < num_rows and self._words[at] else 0
+
     def close(self) -> None:
         self.segment.close()
+
+
+def _num_words(spec: BoardSpec, first: int) -> int:
+    num_cells = len(spec.words) + sum(len(b) + 3 for b in spec.histograms.values())
+    return first + num_cells + sum(rows * len(columns) for rows, columns in spec.rosters.values())
 
 
 def _lay_out(spec: BoardSpec) -> tuple[int, bytes]:
@@ -186,7 +281,14 @@ def _table(spec: BoardSpec, first: int) -> bytes:
     for name, bounds in spec.histograms.items():
         histograms[name] = (cell, list(bounds))
         cell += len(bounds) + 3
-    return json.dumps({"words": words, "histograms": histograms}).encode()
+    table: dict[str, object] = {"words": words, "histograms": histograms}
+    if spec.rosters:
+        rosters: dict[str, tuple[int, int, list[str]]] = {}
+        for name, (num_rows, columns) in spec.rosters.items():
+            rosters[name] = (cell, num_rows, list(columns))
+            cell += num_rows * len(columns)
+        table["rosters"] = rosters
+    return json.dumps(table).encode()
 
 
 def _open(segment: Segment) -> tuple[memoryview, dict]:  # type: ignore[type-arg]  # JSON of our own making
@@ -196,4 +298,17 @@ def _open(segment: Segment) -> tuple[memoryview, dict]:  # type: ignore[type-arg
             errno.EPROTO, f"shared memory {segment.name} is not a board of version {L.VERSION}"
         )
     size = words[_W_TABLE_BYTES]
-    return words, json.loads(segment.mapping[_TABLE_OFFSET : _TABLE_OFFSET + size])
+    try:
+        table = json.loads(segment.mapping[_TABLE_OFFSET : _TABLE_OFFSET + size])
+        ends = list(table["words"].values())
+        ends += [cell + len(bounds) + 2 for cell, bounds in table["histograms"].values()]
+        for cell, num_rows, columns in table.get("rosters", {}).values():
+            last = cell + num_rows * len(columns) - 1
+            ends += [min(cell, last), last]  # one without rows may stand behind the last cell
+            ends += [0] if not columns or any(type(name) is not str for name in columns) else []
+        is_sound = all(type(cell) is int and 0 < cell < len(words) for cell in ends)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_sound = False
+    if not is_sound:  # its writer may have written anywhere
+        raise SegmentError(errno.EPROTO, f"shared memory {segment.name} has a damaged table")
+    return words, table

@@ -31,6 +31,38 @@ class RingStats:
     num_torn: int  # slots whose copy had begun and not ended: after a death they are torn
 
 
+@dataclass(frozen=True, slots=True)
+class RingCopy:
+    """What a ring said and held at one moment: its words, and the whole slots from `first` to the write cursor.
+
+    `has_producer` is as of before the copy: without one, the slots between the cursors of `num_torn` will never be whole.
+    """
+
+    name: str
+    epoch: int
+    slot_size: int
+    capacity: int
+    words: dict[str, int]  # the producer's and the consumer's, by name
+    has_producer: bool
+    has_consumer: bool
+    first: int
+    slots: bytes
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.slots) // self.slot_size
+
+    @property
+    def num_torn(self) -> int:
+        """Slots whose copy had begun and not ended."""
+        torn = self.words["claim_cursor"] - self.words["write_cursor"]
+        return min(max(0, torn), self.capacity)
+
+    def slot(self, index: int) -> bytes:
+        """Slot `first + index`."""
+        return self.slots[index * self.slot_size : (index + 1) * self.slot_size]
+
+
 class RingView:
     """A ring attached read-only."""
 
@@ -59,6 +91,11 @@ class RingView:
                 break
             read = again
         return max(0, min(self.capacity, written - read))
+
+    def ends(self) -> tuple[bool, bool]:
+        """Whether there is a producer, and a consumer."""
+        fd = self.segment.fd
+        return is_locked(fd, L.LOCK_PRODUCER), is_locked(fd, L.LOCK_CONSUMER)
 
     def stats(self) -> RingStats:
         words = self._words
@@ -89,6 +126,37 @@ class RingView:
             slots.append((cursor, self.segment.mapping[at : at + self.slot_size]))
         overwritten = words[L.W_CLAIM_CURSOR] - self.capacity
         return [slot for cursor, slot in slots if cursor >= overwritten]
+
+    def copy(self) -> RingCopy:
+        """All that the ring still holds, handled or not. A slot that the producer overwrote during the copy is left out."""
+        words = self._words
+        has_producer, has_consumer = self.ends()
+        said = {**L.PRODUCER_WORDS, **L.CONSUMER_WORDS}
+        # As they are before the copy: what is written meanwhile is the next look's.
+        copied = {name: words[index] for name, index in said.items()}
+        written = copied["write_cursor"]
+        size, mapping = self.slot_size, self.segment.mapping
+        first = max(0, written - self.capacity)
+        at = L.HEADER_BYTES + (first & (self.capacity - 1)) * size
+        end = L.HEADER_BYTES + (written & (self.capacity - 1)) * size
+        if written - first < self.capacity:
+            slots = mapping[at:end]  # it has not gone round yet
+        else:
+            slots = mapping[at:] + mapping[L.HEADER_BYTES : at]
+        num_overwritten = max(0, words[L.W_CLAIM_CURSOR] - self.capacity - first)
+        slots = slots[num_overwritten * size :]
+        first = written - len(slots) // size
+        return RingCopy(
+            name=self.segment.name,
+            epoch=words[L.W_EPOCH],
+            slot_size=size,
+            capacity=self.capacity,
+            words=copied,
+            has_producer=has_producer,
+            has_consumer=has_consumer,
+            first=first,
+            slots=slots,
+        )
 
     def close(self) -> None:
         self.segment.close()

@@ -9,8 +9,9 @@ Producer.try_write   store claim_cursor; copy slots;                 pairs with 
 Consumer.release     store read_cursor; add n to credits             pairs with   Producer.free     take credits before reuse
 
 The eventfd counters carry the hand-over, so the order holds on every CPU; the cursors are for observers and for recovery.
-Each end keeps its own cursors in Python integers and never reads the other side's words to decide anything, so a broken
-peer can lie to observers only; what it can do to the counters is checked (`RingProtocolError`).
+Each end keeps its own cursors in Python integers and never reads the other side's words to decide what it owns, so a broken
+peer can lie to observers only (and delay its own records: `Consumer.seems_empty`); what it can do to the counters is checked
+(`RingProtocolError`).
 Safe in one thread per end.
 """
 
@@ -20,10 +21,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from shmserve.rings import layout as L
-
-
-class RingProtocolError(RuntimeError):
-    """The peer's counter announced more slots than there can be: the channel must be closed."""
+from shmserve.rings.wakeup import RingProtocolError as RingProtocolError
 
 
 class Words(Protocol):
@@ -68,11 +66,13 @@ class Producer:
     def free(self, wanted: int) -> int:
         """Free slots, at least `wanted` if the consumer has given so many back. Reads the counter only when it must."""
         if self._num_free < wanted:
-            self._num_free += self._take_credits()
-            if self._num_free > self.capacity:
+            num_free = self._num_free + self._take_credits()
+            if num_free > self.capacity:
+                # Nothing of it is free: who tries once more must not write over what the consumer still reads.
                 raise RingProtocolError(
-                    f"the consumer gave back {self._num_free - self.capacity} slots more than it was sent"
+                    f"the consumer gave back {num_free - self.capacity} slots more than it was sent"
                 )
+            self._num_free = num_free
         return self._num_free
 
     def try_write(self, records: memoryview | bytes, num_slots: int) -> bool:
@@ -155,11 +155,12 @@ class Consumer:
         words = self._words
         announced = self._take_data()
         if announced:
-            self.owed += announced
-            if self.owed > self.capacity:
+            if self.owed + announced > self.capacity:
+                # Nothing of it is owed: who polls once more must not find slots that are not there.
                 raise RingProtocolError(
-                    f"the producer announced {self.owed} slots, the ring holds {self.capacity}"
+                    f"the producer announced {self.owed + announced} slots, the ring holds {self.capacity}"
                 )
+            self.owed += announced
             self._num_wakeups += 1
             words[L.W_WAKEUPS] = self._num_wakeups
             if announced > self._largest:
@@ -169,6 +170,14 @@ class Consumer:
             self._num_empty += 1
             words[L.W_EMPTY_WAKEUPS] = self._num_empty
         return self.owed
+
+    def seems_empty(self) -> bool:
+        """Whether nothing was published since the last `poll`, as far as the producer's cursor tells: no system call.
+
+        An indication only: on weakly ordered CPUs it may come late, and a broken peer may never store its cursor. Who goes by
+        it polls all the same after a while, or when the data counter is readable.
+        """
+        return self._words[L.W_WRITE_CURSOR] == self._read_cursor + self.owed
 
     def view(self, most: int) -> memoryview:
         """The next owed slots, at most `most` and only up to the end of the slot area, without a copy.

@@ -13,6 +13,10 @@ from __future__ import annotations
 import os
 
 
+class RingProtocolError(RuntimeError):
+    """The peer's counter says what cannot be: the channel must be closed."""
+
+
 class Counter:
     """One direction of a ring's traffic: slots written (data) or slots given back (credits)."""
 
@@ -24,8 +28,14 @@ class Counter:
         return cls(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
 
     def add(self, count: int) -> None:
-        """Add `count` and wake whoever polls the descriptor. The counter holds 2**64 - 2: it cannot fill."""
-        os.eventfd_write(self.fd, count)
+        """Add `count` and wake whoever polls the descriptor.
+
+        The counter holds 2**64 - 2: only a peer that writes to its own side of it can fill it (RingProtocolError).
+        """
+        try:
+            os.eventfd_write(self.fd, count)
+        except BlockingIOError:
+            raise RingProtocolError("the peer has filled its own counter") from None
 
     def take(self) -> int:
         """What was added since the last take; 0 if nothing."""

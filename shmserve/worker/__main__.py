@@ -20,10 +20,12 @@ import numpy as np
 from shmserve import child
 from shmserve.boards import Phase
 from shmserve.config import WorkerConfig
+from shmserve.devices import share_of_cores
 from shmserve.grammar import tokenizer_of
 from shmserve.model_cache import ModelError
 from shmserve.model_memory import (
     available_bytes,
+    bfloat16_bytes,
     float32_bytes,
     packed_bytes,
     refuse_without_room,
@@ -34,6 +36,7 @@ from shmserve.token_text import Decoding
 from shmserve.worker.batch import Batch
 from shmserve.worker.constraints import Constraints
 from shmserve.worker.control_thread import ControlThread
+from shmserve.worker.deadlines import Deadlines
 from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.engine import Engine
 from shmserve.worker.grammars import GrammarCompiler
@@ -68,6 +71,20 @@ class Worker:
         self.board["loading_permille"] = int(1000 * fraction)
         self.joined.link.send({"type": "loading", "phase": what, "fraction": fraction})
 
+    def accuse(self, channel: Channel, fault: str) -> None:
+        """Tell the supervisor of a front end whose records or counters cannot be: it is started anew."""
+        message = {
+            "type": "broken",
+            "http": channel.http,
+            "worker": channel.worker,
+            "epoch": channel.epoch,
+            "fault": fault,
+        }
+        try:
+            self.joined.link.send(message)
+        except OSError as error:  # the supervisor is gone: the control thread ends this process
+            log.warning("nobody hears of the broken channel: %s", error)
+
     def load(self) -> Engine:
         """Build the runner and the engine, and compute one step of each kind. May raise anything: the caller reports it."""
         config = self.joined.config
@@ -81,10 +98,10 @@ class Worker:
                 "or serve fewer at once (--max-num-seqs)"
             )
         self.board["phase"] = Phase.WARMING_UP
-        warm_up(runner)
+        chunk_tokens, chunk_ns = warm_up(runner)
         scheduler = Scheduler(
             runner.info,
-            max_num_seqs=config.worker.max_num_seqs,
+            max_num_seqs=config.worker.run_slots,
             max_num_batched_tokens=config.worker.max_num_batched_tokens,
             eos_ids=self.model.eos_token_ids,
             caches_prefixes=config.worker.prefix_cache,
@@ -98,17 +115,27 @@ class Worker:
                 None if self.model.token_bytes_exact else self.model.tokenizer(),
             ),
         )
-        emission_log = (
-            EmissionLog(config.worker.emission_log) if config.worker.emission_log else None
-        )
+        path = config.worker.emission_log
+        if path and config.num_workers > 1:
+            path = f"{path}.{self.joined.index}"
+        emission_log = EmissionLog(path) if path else None
         self.board["kv_blocks_total"] = runner.info.num_blocks - 1
-        self.board["max_num_seqs"] = config.worker.max_num_seqs
+        self.board["max_num_seqs"] = config.worker.run_slots
         self.board["max_model_len"] = scheduler.capacity_tokens
         compiler = GrammarCompiler(lambda: tokenizer_of(self.model))
         constraints = Constraints(compiler, self.model.vocab_size)
         engine = Engine(
-            runner, scheduler, conditions, config.rings, self.board, emission_log, constraints
+            runner,
+            scheduler,
+            conditions,
+            config.rings,
+            self.board,
+            emission_log,
+            constraints,
+            Deadlines(config.worker),
         )
+        engine.on_broken = self.accuse
+        engine.step_times.warmed_up(chunk_tokens, chunk_ns)
         # What lives now lives until the end: the collector need not look at it again, nor run inside a step.
         gc.collect()
         gc.freeze()
@@ -161,7 +188,7 @@ class Worker:
         poll.register(self.control.wake.fd, select.POLLIN)
         for fd in engine.poll_fds():
             poll.register(fd, select.POLLIN)
-        poll.poll()
+        poll.poll(engine.wait_ms())
         self.control.wake.take()
 
     def _collect(self, engine: Engine) -> None:
@@ -173,6 +200,7 @@ class Worker:
 def build_runner(worker: Worker) -> ModelRunner:
     """The runner that the configuration names. torch is imported here and only for a runner that computes."""
     config, model = worker.joined.config.worker, worker.model
+    num_workers = worker.joined.config.num_workers
     max_model_len = worker.joined.config.model.max_model_len or model.context_length
     if config.runner == "simulated":
         from shmserve.worker.simulated_runner import SimulatedRunner, load_script
@@ -196,9 +224,10 @@ def build_runner(worker: Worker) -> ModelRunner:
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs)
         + (0 if config.chunked_prefill else max_model_len),
         "max_model_len": max_model_len,
-        "kv_cache_bytes": config.kv_cache_bytes or kv_cache_bytes(config.kv_cache_fraction),
+        "kv_cache_bytes": config.kv_cache_bytes
+        or kv_cache_bytes(config.kv_cache_fraction, num_workers),
         "block_size": config.block_size,
-        "num_threads": config.num_threads or None,
+        "num_threads": config.num_threads or share_of_cores(num_workers),
         "progress": worker.progress,
     }
     if config.runner != "hf":
@@ -207,7 +236,8 @@ def build_runner(worker: Worker) -> ModelRunner:
         try:
             return own_runner(config, model, limits)
         except UnknownArchitectureError as error:
-            if config.runner != "auto" or model.format != "safetensors":
+            is_told = config.runner != "auto" or config.cpu_precision not in ("auto", "fp32")
+            if is_told or model.format != "safetensors":
                 raise
             log.info("transformers' own class is tried, on the CPU: %s", error)
     from shmserve.worker.hf_runner import HFRunner
@@ -229,7 +259,8 @@ def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any
             kv_cache_fraction=config.kv_cache_fraction,
             num_token_ids=model.num_token_ids(),
         )
-    if config.runner in ("auto", "cpu"):
+    precision = config.cpu_precision
+    if config.runner in ("auto", "cpu") and precision in ("auto", "int8"):
         from shmserve.worker.cpu.build import KernelsError
         from shmserve.worker.cpu.runner import CpuRunner
 
@@ -237,13 +268,15 @@ def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any
         try:
             return CpuRunner(model, **limits, num_token_ids=model.num_token_ids())
         except KernelsError as error:
-            if config.runner == "cpu":
+            if config.runner == "cpu" or precision == "int8":
                 raise
             log.warning("the torch runner computes, several times slower: %s", error)
     from shmserve.worker.torch_runner import TorchRunner
 
-    refuse_without_room(model.weights, float32_bytes, available_bytes())
-    return TorchRunner(model, **limits, num_token_ids=model.num_token_ids())
+    keeps_bf16 = precision == "bf16"
+    bytes_of = bfloat16_bytes if keeps_bf16 else float32_bytes
+    refuse_without_room(model.weights, bytes_of, available_bytes())
+    return TorchRunner(model, **limits, num_token_ids=model.num_token_ids(), keeps_bf16=keeps_bf16)
 
 
 def has_cuda() -> bool:
@@ -255,17 +288,26 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def kv_cache_bytes(fraction: float) -> int:
-    """On the CPU: `fraction` of the memory that is free; by default 1 GiB, or a quarter of it, whichever is less."""
-    free = available_bytes()
+def kv_cache_bytes(fraction: float, num_workers: int = 1) -> int:
+    """On the CPU: `fraction` of the memory that is free; by default 1 GiB, or a quarter of it, whichever is less.
+
+    Several workers share what is free; one that loads when another has does with less than its part.
+    """
+    free = available_bytes() // num_workers
     return int(free * fraction) if fraction else min(1 << 30, free // 4)
 
 
-def warm_up(runner: ModelRunner) -> None:
-    """Compute a prompt chunk and a decode step in the padding block, so that the first request pays for neither."""
+def warm_up(runner: ModelRunner) -> tuple[int, int]:
+    """Compute a prompt chunk and a decode step in the padding block, so that the first request pays for neither.
+
+    Returns how many tokens the chunk has, and how many ns it takes once everything is warm.
+    """
     state = SamplingState(1)
     state.temperature[:] = 0.0
-    for count in (min(runner.info.block_size, runner.info.max_model_len), 1):
+    chunk = min(runner.info.block_size, runner.info.max_model_len)
+    begin_ns = 0
+    for count in (1, chunk, chunk):
+        begin_ns = time.monotonic_ns()
         positions = np.arange(count, dtype=np.int32)
         runner.run(
             Batch(
@@ -282,6 +324,7 @@ def warm_up(runner: ModelRunner) -> None:
             ),
             state,
         )
+    return chunk, time.monotonic_ns() - begin_ns
 
 
 def main(argv: list[str]) -> int:
@@ -301,7 +344,14 @@ def main(argv: list[str]) -> int:
         joined.link.send({"type": "failed", "error": line})
         return 1
     joined.link.send({"type": "ready", "info": worker.ready_info(engine)})
-    worker.serve(engine)
+    try:
+        worker.serve(engine)
+    except Exception as error:
+        # A fault of the whole step: clients and operators are told of it, and a new worker starts.
+        log.exception("the step loop failed")
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        joined.link.send({"type": "failed", "error": f"the step loop failed: {line[:500]}"})
+        return 1
     worker.control.stopped()
     engine.close()
     return 0
@@ -309,5 +359,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
+    logging.shutdown()  # what was said is written, if stderr takes it
     sys.stderr.flush()
     os._exit(code)  # torch's exit handlers have nothing to do that the kernel does not do better

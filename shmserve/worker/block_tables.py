@@ -11,7 +11,8 @@ A prompt's full blocks are indexed when they are scheduled, so that another row 
 That is right since every runner computes a step layer by layer, and in each layer writes the keys and values of all rows
 before any row attends: `Decoder.hidden_states` calls `KVCache.write` before `attend`; in kernels.c the phase ROTARY ends
 for all rows before ATTEND begins. A runner that cannot promise it says `supports_prefix_cache=False`. Generated tokens' blocks
-are indexed when they are full. Where another block with the same tokens was indexed first, that one is held instead.
+are indexed when they are full: those of a decode set at the end of its plan (decode_set.py), or before anybody looks. Where
+another block with the same tokens was indexed first, that one is held instead.
 
 A sequence whose logits were not finite takes its blocks, and all that was cached behind them, out of the cache; whoever shares
 them keeps them and is outside the cache from then on (`num_indexed` is OUTSIDE), as after a flush. Worker's main thread only.
@@ -23,13 +24,17 @@ from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
+from shmserve.worker.batch import I4
 from shmserve.worker.blocks import BlockAllocator
 from shmserve.worker.columns import Columns
 from shmserve.worker.prefix_cache import TOKEN_BYTES, Node, Parent, PrefixCache
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sequence import Sequence
 
+Index = npt.NDArray[np.intp]
 OUTSIDE = 1 << 30
 """`num_indexed` of a sequence that the prefix cache has nothing to do with: no token count reaches it."""
 
@@ -43,11 +48,10 @@ class BlockTables:
         self.blocks = BlockAllocator(info.num_blocks, self.cache)
         self.num_query_tokens = 0  # of prompts admitted for the first time
         self.num_hit_tokens = 0  # of them, found in the cache
-        self.num_edits = 0  # of block tables, but for those of `grow_each`
+        self.num_edits = 0  # of block tables
         self._columns = columns
         self._size = info.block_size
-        # A slice of a memoryview costs a third of one of an array.
-        self._token_bytes = columns.token_ids.data.cast("B")
+        self._token_blocks = sliding_window_view(columns.token_ids.reshape(-1), info.block_size)
 
     # -- admission --------------------------------------------------------------------------------------------------------
 
@@ -90,14 +94,24 @@ class BlockTables:
         """`count` blocks more. Raises OutOfBlocksError."""
         self._append(sequence, self.blocks.allocate(count))
 
-    def grow_each(self, sequences: list[Sequence]) -> None:
-        """One block more for each. Raises OutOfBlocksError, and gives none, if there are too few."""
-        table, num_blocks = self._columns.block_table, self._columns.num_blocks
-        for sequence, block in zip(sequences, self.blocks.allocate(len(sequences)), strict=True):
-            row, held = sequence.row, sequence.blocks
-            table[row, len(held)] = block
-            held.append(block)
-            num_blocks[row] = len(held)
+    def grow_each(self, sequences: list[Sequence], rows: Index, counts: I4) -> None:
+        """So many blocks more for each, whose rows are `rows`. Raises OutOfBlocksError, and gives none, if there are too few."""
+        which = np.flatnonzero(counts)
+        if not which.size:
+            return
+        if counts.max() > 1:
+            self.blocks.ensure_free(int(counts.sum()))
+            for index in which.tolist():
+                self.grow(sequences[index], int(counts[index]))
+            return
+        blocks = self.blocks.allocate(len(which))
+        self.num_edits += 1
+        columns, rows = self._columns, rows[which]
+        places = columns.num_blocks[rows]
+        columns.block_table[rows, places] = blocks
+        columns.num_blocks[rows] = places + 1
+        for index, block in zip(which.tolist(), blocks, strict=True):
+            sequences[index].blocks.append(block)
 
     def _append(self, sequence: Sequence, blocks: list[int]) -> None:
         self.num_edits += 1
@@ -146,30 +160,29 @@ class BlockTables:
             first += size
         columns.num_indexed[row] = first
 
-    def index_each(self, sequences: list[Sequence]) -> None:
-        """`index` of what each of them has computed, which for most is the one block that they have just filled."""
-        columns, size, insert = self._columns, self._size, self.cache.insert
-        num_indexed, num_computed = columns.num_indexed, columns.num_computed
-        num_bytes, row_bytes = size * TOKEN_BYTES, columns.token_ids.strides[0]
-        for sequence in sequences:
-            row, held = sequence.row, sequence.blocks
-            first = num_indexed.item(row)
-            num_due = num_computed.item(row) - first  # far below 0 for who is OUTSIDE
-            if num_due != size:
-                if num_due > size:
-                    self.index(sequence, first + num_due, is_computed=True)
-                continue
-            start = row * row_bytes + first * TOKEN_BYTES
-            at = first // size
-            node = insert(
-                sequence.cache_parent,
-                self._token_bytes[start : start + num_bytes].tobytes(),
-                held[at],
-            )
-            if node.block != held[at]:
+    def index_each(self, sequences: list[Sequence], rows: Index) -> None:
+        """`index` of what each of them, whose rows are `rows`, has computed: a block that was filled, for most of them."""
+        columns, size = self._columns, self._size
+        firsts = columns.num_indexed[rows]
+        num_due = columns.num_computed[rows] - firsts  # far below 0 for who is OUTSIDE
+        is_one = (num_due >= size) & (num_due < 2 * size)
+        for index in np.flatnonzero(num_due >= 2 * size).tolist():
+            first = int(firsts[index])
+            self.index(sequences[index], first + int(num_due[index]), is_computed=True)
+        if not is_one.all():
+            firsts, rows = firsts[is_one], rows[is_one]
+            sequences = [sequences[index] for index in np.flatnonzero(is_one).tolist()]
+        starts = rows * columns.token_ids.shape[1] + firsts
+        # As a list of opaque values of a block's bytes: what numpy makes `bytes` of by itself.
+        tokens = self._token_blocks[starts].view(f"V{size * TOKEN_BYTES}").ravel().tolist()
+        places = (firsts // size).tolist()
+        blocks = columns.block_table[rows, firsts // size].tolist()
+        nodes = self.cache.insert_each([s.cache_parent for s in sequences], tokens, blocks)
+        columns.num_indexed[rows] = firsts + size
+        for sequence, at, block, node in zip(sequences, places, blocks, nodes, strict=True):
+            if node.block != block:
                 self._replace(sequence, at, node)
             sequence.cache_parent = node.uid
-            num_indexed[row] = first + size
 
     def _replace(self, sequence: Sequence, at: int, node: Node) -> None:
         """Hold the block of `node` in the place of one that is the sequence's own."""

@@ -41,10 +41,14 @@ class BlockAllocator:
         """Blocks that somebody holds."""
         return self.num_blocks - 1 - self.num_free
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each. Raises OutOfBlocksError, and takes none, if fewer are free."""
+    def ensure_free(self, count: int) -> None:
+        """Raises OutOfBlocksError if fewer are free."""
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} free")
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each. Raises OutOfBlocksError, and takes none, if fewer are free."""
+        self.ensure_free(count)
         if not count:
             return []
         while len(self._free) < count:

@@ -28,7 +28,7 @@ from shmserve.worker.sequence import Sequence
 from shmserve.worker.stopping import Ending, StopConditions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Committed:
     """Records of a step, and who ended in it. `units` are groups of slots: (channel, req_id, bytes)."""
 

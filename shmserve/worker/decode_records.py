@@ -16,6 +16,9 @@ from shmserve.worker.batch import I4, StepOutput
 from shmserve.worker.columns import Columns
 from shmserve.worker.sampling_state import SamplingState
 
+LAID_OUT = 16
+"""Steps whose counts are made at once."""
+
 
 class DecodeRecords:
     """Of `rows`, each of which makes one token a step. `records` are the committer's, of which they are the first."""
@@ -32,11 +35,12 @@ class DecodeRecords:
         self.slow: list[int] = np.flatnonzero(is_slow).tolist()
         self._fast = np.flatnonzero(~is_slow)
         at = self.at = self._all[self._fast]
-        self._num_tokens: I4 = columns.num_tokens[at]
-        self._num_sampled: I4 = sampling.position[at]
         self._all_tokens = columns.token_ids.reshape(-1)
-        self._token_at = at * columns.token_ids.shape[1] + self._num_tokens
-        self._num_left = int((columns.max_total[at] - self._num_tokens).min(initial=1 << 30))
+        self._row_starts = at * columns.token_ids.shape[1]
+        self._age = 0
+        self._token_at = self._row_starts[None]
+        self._lay_out()
+        self._num_left = int((columns.max_total[at] - self._num_tokens[0]).min(initial=1 << 30))
         self._stop_ids = set(columns.stop_ids[at].ravel().tolist()) - {-1}
         self.channels = columns.channel[at]
         self.records = records[: len(at)]
@@ -51,13 +55,13 @@ class DecodeRecords:
         """Append a token to each row that is not slow. Their tokens, if one of them may have ended now; None if none has."""
         columns = self._columns
         token_ids = output.token_ids[self._fast, 0] if self.slow else output.token_ids[:, 0]
-        self._all_tokens[self._token_at] = token_ids
-        self._index[:] = self._num_sampled
-        self._token_at += 1
-        self._num_tokens += 1
-        self._num_sampled += 1
-        columns.num_tokens[self.at] = self._num_tokens
-        self._sampling.position[self.at] = self._num_sampled
+        if self._age == LAID_OUT:
+            self._lay_out()
+        k = self._age = self._age + 1
+        self._all_tokens[self._token_at[k - 1]] = token_ids
+        self._index[:] = self._num_sampled[k - 1]
+        columns.num_tokens[self.at] = self._num_tokens[k]
+        self._sampling.position[self.at] = self._num_sampled[k]
         self._time_ns[:] = output.time_ns
         self._step[:] = step
         self._token_ids[:] = token_ids
@@ -69,6 +73,14 @@ class DecodeRecords:
             return token_ids
         is_hit = any(np.count_nonzero(token_ids == stop) for stop in self._stop_ids)
         return token_ids if is_hit else None
+
+    def _lay_out(self) -> None:
+        """Counts and places of the coming steps, each 1 more than in the step before it: one addition for all of them."""
+        steps = np.arange(LAID_OUT + 1, dtype=np.int32)[:, None]
+        self._age = 0
+        self._num_tokens: I4 = self._columns.num_tokens[self.at] + steps
+        self._num_sampled: I4 = self._sampling.position[self.at] + steps
+        self._token_at = self._row_starts + self._num_tokens[:LAID_OUT]
 
     def pass_time(self, time_ns: int) -> list[tuple[int, int]]:
         """All rows, slow ones included, have a token of this time: the intervals since the last ones, and how many of each."""

@@ -1,11 +1,13 @@
-"""The sequences that decode together, as arrays in the order of their batch: a step of one token each adds 1 to the last one.
+"""The sequences that decode together, as arrays in the order of their batch, planned for as many steps as a block has tokens.
 
-Owns: what the next batch of these rows is made of. Never: decides who decodes, or preempts anybody (the scheduler does), or appends
-a token (the commit does).
+Owns: what the next batches of these rows are made of. Never: decides who decodes, or preempts anybody (the scheduler does), or
+appends a token (the commit does).
 
-Made from the columns when the set of decoding rows has changed, and carried on from step to step until it changes again. Only a
-sequence that enters a block needs more than that 1: which ones do is known from the start by their phase, the number of steps
-(modulo the block size) after which it happens.
+Made from the columns when the set of decoding rows has changed, and carried on until it changes again. A step of one token
+each adds 1 to everything, but for those who enter a block. In the cold caches of a step that follows a sleep each small
+operation costs several times what it costs in a loop, so a plan does the work of `block_size` steps at once: every
+sequence gets the block that it will enter meanwhile, and the prefix cache gets the blocks that filled up at the plan's end. Where
+free blocks are few, a plan is one step, and nobody gets a block before it is needed.
 
 Law: what has gone on is what a new set, made now, would be; `goes_on` says whether the columns still agree. Worker's main thread only.
 """
@@ -17,7 +19,7 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from shmserve.worker.batch import I4, Batch
-from shmserve.worker.block_tables import BlockTables
+from shmserve.worker.block_tables import BlockTables, Index
 from shmserve.worker.columns import Columns
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sequence import Sequence
@@ -36,34 +38,24 @@ class DecodeSet:
     ) -> None:
         self.rows = rows
         self._columns, self._tables, self._by_row = columns, tables, by_row
-        self._size = size = info.block_size
+        self._size = info.block_size
         self._most_tokens = info.max_model_len
         self._lookahead = info.max_tokens_per_step - 1
-        # numpy converts every other index type at every use, for three times the price of the use.
-        self._at = at = rows.astype(np.intp)
+        # numpy converts every other index type at every use, for three to nine times the price of the use.
+        self._at: Index = rows.astype(np.intp)
         self._all_tokens = columns.token_ids.reshape(-1)
+        self._row_starts = self._at * columns.token_ids.shape[1]
         self._cu_seqlens = np.arange(len(rows) + 1, dtype=np.int32)
         self._sample_seqs = self._cu_seqlens[:-1]
-        self._positions: I4 = columns.num_computed[at]
-        self._kv_lens: I4 = self._positions + 1
-        self._token_at = at * columns.token_ids.shape[1] + self._positions
-        places = self._positions // size
-        phases = self._positions - places * size
-        self._kv_slots: I4 = columns.block_table[at, places] * size + phases
-        self._by_phase = np.argsort(phases, kind="stable")
-        self._phase_ends = [0, *np.bincount(phases, minlength=size).cumsum().tolist()]
-        self._members: dict[int, list[tuple[int, Sequence]]] = {}
-        self._age = 0
+        self._sequences: list[Sequence] = []  # found when first needed
         self._batch: Batch | None = None
-        self._num_edits = -1
-        self._look_up_table()
-        # Of a guess that was kept in the step before, a full block may wait to be indexed.
-        behind = np.flatnonzero(self._kv_lens - columns.num_indexed[at] > size)
-        self._behind = [(index, self._sequence(index)) for index in behind.tolist()]
+        self._plan(1)
 
     def goes_on(self) -> bool:
         """Whether every sequence has made one token in each step since the set was made."""
-        return self._columns.num_tokens[self._at].tobytes() == self._kv_lens.tobytes()
+        kv_lens: I4 = self._positions[self._next + 1]
+        num_tokens: I4 = self._columns.num_tokens[self._at]
+        return num_tokens.tobytes() == kv_lens.tobytes()
 
     def made(self, batch: Batch) -> bool:
         """Whether `batch` is the set's own, and its newest."""
@@ -71,82 +63,85 @@ class DecodeSet:
 
     def grow(self) -> bool:
         """Give a block to those who need one for the coming step; False, and nothing given, if too few are free."""
-        kv_len, size = self._kv_lens.item, self._size
-        # Who has blocks for the whole context needs no more; who guessed may have got this one before.
-        needy = [
-            (index, sequence)
-            for index, sequence in self._at_phase(-self._age - self._lookahead)
-            if len(sequence.blocks) * size < self._most_tokens
-            and len(sequence.blocks) * size < kv_len(index) + self._lookahead
-        ]
-        if not needy:
+        if self._next < self._depth:
             return True
-        if len(needy) > self._tables.blocks.num_free:
-            return False
-        self._tables.grow_each([sequence for _, sequence in needy])
-        table, width = self._table, self._table.shape[1]
-        for index, sequence in needy:
-            last = len(sequence.blocks) - 1
-            if last < width:
-                table[index, last] = sequence.blocks[last]
-            else:
-                self._num_edits = -1  # too narrow now: look it up again
+        num_free = self._tables.blocks.num_free
+        lacking = self._lacking(self._size)
+        depth = self._size
+        if 2 * int(lacking.sum()) > num_free:
+            lacking, depth = self._lacking(1), 1
+            if int(lacking.sum()) > num_free:
+                return False
+        self._tables.grow_each(self._members(), self._at, lacking)
+        self._plan(depth)
         return True
 
     def batch(self, step: int) -> Batch:
-        """The coming step's. Its block table is the set's own: it grows with the steps behind it."""
+        """The coming step's."""
         if self._num_edits != self._tables.num_edits:
             self._look_up_table()
-        if self._age:
-            kv_slots, position, size = self._kv_slots, self._positions.item, self._size
-            for index, sequence in self._at_phase(-self._age):
-                kv_slots[index] = sequence.blocks[position(index) // size] * size
+        k = self._next
         self._batch = Batch(
             step=step,
             rows=self.rows,
-            token_ids=self._all_tokens[self._token_at],
-            positions=self._positions,
-            kv_slots=self._kv_slots,
+            token_ids=self._all_tokens[self._token_at[k]],
+            positions=self._positions[k],
+            kv_slots=self._kv_slots[k],
             cu_seqlens=self._cu_seqlens,
             block_table=self._table,
-            kv_lens=self._kv_lens,
+            kv_lens=self._positions[k + 1],
             sample_seqs=self._sample_seqs,
             is_decode=True,
         )
         return self._batch
 
-    def advance(self) -> list[Sequence]:
-        """The newest batch was computed; who has filled a block with it. Called before the step's tokens are appended."""
-        self._columns.num_computed[self._at] = self._kv_lens
-        # New arrays, not in place: a runner may still look at those of its batch.
-        self._positions = self._kv_lens
-        self._kv_lens = self._kv_lens + 1
-        self._kv_slots = self._kv_slots + 1
-        self._token_at += 1
-        self._age += 1
-        self._batch = None
-        full = self._at_phase(-self._age)
-        if self._behind:
-            full = list(dict([*full, *self._behind]).items())
-            self._behind = []
-        return [sequence for _, sequence in full]
+    def advance(self) -> bool:
+        """The newest batch was computed; True at the end of a plan, when those who have filled a block are to be indexed.
 
-    def _at_phase(self, phase: int) -> list[tuple[int, Sequence]]:
-        """The sequences whose first position here was at this place in its block, with their indices."""
-        phase %= self._size
-        found = self._members.get(phase)
-        if found is None:
-            indices = self._by_phase[self._phase_ends[phase] : self._phase_ends[phase + 1]]
-            found = self._members[phase] = [(i, self._sequence(i)) for i in indices.tolist()]
-        return found
+        Called before the step's tokens are appended.
+        """
+        self._next += 1
+        self._columns.num_computed[self._at] = self._positions[self._next]
+        self._batch = None
+        return self._next == self._depth
+
+    def index(self) -> None:
+        """Let the prefix cache know the blocks that have filled up."""
+        self._tables.index_each(self._members(), self._at)
+
+    def _lacking(self, num_steps: int) -> I4:
+        """How many blocks each is short of for the coming `num_steps`, and for what one step may add behind them."""
+        columns, size = self._columns, self._size
+        reach = self._positions[self._next] + (num_steps + self._lookahead)
+        np.minimum(reach, self._most_tokens, out=reach)
+        lacking: I4 = np.maximum(-(-reach // size) - columns.num_blocks[self._at], 0)
+        return lacking
+
+    def _plan(self, depth: int) -> None:
+        """Lay out the coming `depth` steps, for which everybody has the blocks."""
+        columns = self._columns
+        num_computed = columns.num_computed[self._at]
+        self._depth, self._next = depth, 0
+        self._positions: I4 = num_computed + np.arange(depth + 2, dtype=np.int32)[:, None]
+        self._token_at = self._row_starts + self._positions[:depth]
+        self._look_up_table()
 
     def _look_up_table(self) -> None:
-        columns = self._columns
-        width = max(1, int(columns.num_blocks[self._at].max()))
-        self._table = columns.block_table[self._at, :width]
+        columns, size, at = self._columns, self._size, self._at
+        width = max(1, int(columns.num_blocks[at].max()))
+        self._table = columns.block_table[at, :width]
+        positions = self._positions[: self._depth]
+        # Who ends before the plan does may have no block at its end.
+        places = np.minimum(positions // size, width - 1)
+        starts = np.arange(len(at)) * width
+        blocks = self._table.reshape(-1)[starts + places]
+        self._kv_slots: I4 = blocks * size + (positions - positions // size * size)
         self._num_edits = self._tables.num_edits
 
-    def _sequence(self, index: int) -> Sequence:
-        sequence = self._by_row[int(self.rows[index])]
-        assert sequence is not None, (index, "left, and is still in the set")
-        return sequence
+    def _members(self) -> list[Sequence]:
+        if not self._sequences:
+            for row in self.rows.tolist():
+                sequence = self._by_row[row]
+                assert sequence is not None, (row, "left, and is still in the set")
+                self._sequences.append(sequence)
+        return self._sequences

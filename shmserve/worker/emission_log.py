@@ -9,6 +9,7 @@ end in the req_id. Written by the worker's main thread, buffered: whole once the
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 from shmserve.wire import TOKEN_SLOT_BYTES, TokenKind
@@ -25,7 +26,8 @@ class EmissionLog:
     """An open log file. Raises OSError at construction if it cannot be written."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "w", buffering=1 << 20)  # noqa: SIM115  # open as long as the worker
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._file = open(fd, "w", buffering=1 << 20)  # noqa: SIM115  # open as long as the worker
         self._names: dict[int, str] = {}
 
     def write(self, step: int, time_ns: int, committed: Committed) -> None:

@@ -44,6 +44,9 @@ class Emitter:
         self.writer = token_writer(channel, config)
         self._limit = config.coalesce_tokens
         self._kept: list[tuple[int, bytes]] = []
+        # Who decodes together has the same array of records in every step.
+        self._records: npt.NDArray[np.void] | None = None
+        self._tokens = memoryview(b"")
 
     @property
     def is_starved(self) -> bool:
@@ -70,7 +73,9 @@ class Emitter:
         """
         kept, self._kept = self._kept, []
         size = self.writer.producer.slot_size
-        tokens = memoryview(records.view(np.uint8).data)
+        if records is not self._records:
+            self._records, self._tokens = records, memoryview(records.view(np.uint8).data)
+        tokens = self._tokens
         rest = [unit for _, unit in units] + [unit for _, unit in kept]
         whole = b"".join((tokens, *rest)) if rest else tokens
         if self.writer.try_unit(whole, len(whole) // size):

@@ -13,30 +13,40 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
-from shmserve.boards import Phase
-from shmserve.config import RingConfig
+from shmserve.config import RingConfig, WorkerConfig
 from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel
 from shmserve.rings.spsc import RingProtocolError
-from shmserve.wire import Submit, TokenKind, pack_finish, pack_message
+from shmserve.wire import Submit, TokenKind, pack_finish, req_id_of_digest
+from shmserve.worker.answers import acknowledgement_of, end_of, refusal_of, state_of
 from shmserve.worker.commit import Committed, Committer
 from shmserve.worker.constraints import Constraints
+from shmserve.worker.deadlines import Deadlines
 from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.emitter import Emitter
 from shmserve.worker.inbox import Inbox
 from shmserve.worker.overlap import Overlap
+from shmserve.worker.pauses import Pauses
 from shmserve.worker.refusal import fault_of
 from shmserve.worker.runner import ModelRunner
 from shmserve.worker.scheduler import NeverFitsError, Scheduler
 from shmserve.worker.sequence import Sequence
+from shmserve.worker.showing import Showing
+from shmserve.worker.step_times import StepTimes
 from shmserve.worker.stopping import Ending, StopConditions
 
 log = logging.getLogger(__name__)
 
-NOT_FINITE = "the model's logits were not finite"
 TOKEN_RING_FULL = "the token ring was full and its policy is drop"
+MOST_BAD_RECORDS = 16
+"""From a front end of which so many records of one channel could not be read, nothing more is taken."""
+
+
+def _tell_nobody(channel: Channel, fault: str) -> None:
+    """Whoever runs the engine puts its own in place of this."""
 
 
 class Engine:
@@ -51,6 +61,7 @@ class Engine:
         board: Board,
         emission_log: EmissionLog | None = None,
         constraints: Constraints | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -63,13 +74,16 @@ class Engine:
         self._inboxes: dict[int, Inbox] = {}
         self._emitters: dict[int, Emitter] = {}
         self._by_id: dict[int, Sequence] = {}
-        self._backlogged: set[int] = set()  # paused because their output waits outside the ring
-        self._held_by_client: set[int] = set()  # paused by PAUSE records
         self._constraints = constraints or Constraints(None, runner.info.vocab_size)
+        self._pauses = Pauses(self._by_id, scheduler, self._constraints)
+        self._deadlines = deadlines or Deadlines(WorkerConfig())
         self._broken: set[int] = (
             set()
         )  # channels whose counters cannot be: closed at the step boundary
         self._num_arrived = 0
+        self.on_broken: Callable[[Channel, str], None] = _tell_nobody
+        self.step_times = StepTimes()
+        self._showing = Showing(board, scheduler, self.step_times)
 
     # -- channels ---------------------------------------------------------------------------------------------------------
 
@@ -100,6 +114,10 @@ class Engine:
         fds += self._constraints.poll_fds()
         return fds
 
+    def wait_ms(self) -> int | None:
+        """How long an idle engine may sleep on them; None: until one wakes it."""
+        return self._deadlines.wait_ms()
+
     # -- what the records ask for (Sink) ----------------------------------------------------------------------------------
 
     def submit(self, request: Submit, http: int) -> None:
@@ -127,26 +145,24 @@ class Engine:
             self.refuse(request.req_id, http, str(error))
             return
         self._by_id[request.req_id] = sequence
+        self._deadlines.arrived(sequence, request)
         if request.params.grammar:
             self._constraints.add(sequence)
-            self._apply_pause(sequence.req_id)
+            self._pauses.apply(sequence.req_id)
 
     def _take_compiled(self) -> None:
         for sequence, fault in self._constraints.ready():
             if fault:
                 self._finish(sequence, Ending(FinishReason.ERROR, fault=fault))
             else:
-                self._apply_pause(sequence.req_id)
+                self._pauses.apply(sequence.req_id)
 
     def refuse(self, req_id: int, http: int, reason: str) -> None:
         """Answer a SUBMIT that cannot be served."""
         if req_id in self._by_id:  # it has its answer to come, and only one
             log.warning("front end %d submitted %016x twice", http, req_id)
             return
-        now = time.monotonic_ns()
-        unit = pack_message(req_id, reason, time_ns=now) + pack_finish(
-            TokenKind.FINISH, req_id, time_ns=now, step=self.step_count, finish=FinishReason.ERROR
-        )
+        unit = refusal_of(req_id, reason, step=self.step_count, now_ns=time.monotonic_ns())
         self._emitters[http].keep(req_id, unit)
 
     def abort(self, req_id: int) -> None:
@@ -155,34 +171,37 @@ class Engine:
         if sequence is not None:
             self._finish(sequence, Ending(FinishReason.ABORT))
 
+    def evict(self, req_id: int) -> None:
+        """End a request of any front end if nothing of it was computed yet; silent if something was."""
+        sequence = self._by_id.get(req_id)
+        if sequence is not None and not sequence.admitted_ns:
+            self._finish(sequence, Ending(FinishReason.EVICTED))
+
     def abort_by_digest(self, req_id: int, http: int, digest: bytes) -> None:
-        """End every request of any front end that carries this digest (all of them, if it is zero); the answer counts them."""
+        """End every request of any front end that carries this digest, or that it stands for (all of them, if it is zero); the
+        answer counts them."""
         is_all = not any(digest)
         found = [s.req_id for s in self._by_id.values() if is_all or s.digest == digest]
+        if not is_all and (named := req_id_of_digest(digest)) in self._by_id:
+            found.append(named)
         for each in found:
             self.abort(each)
         self._acknowledge(req_id, http, len(found))
 
     def set_paused(self, req_id: int, is_paused: bool) -> None:
-        if req_id in self._by_id:
-            (self._held_by_client.add if is_paused else self._held_by_client.discard)(req_id)
-            self._apply_pause(req_id)
+        self._pauses.hold(req_id, is_paused)
 
     def flush_cache(self, req_id: int, http: int) -> None:
         """Forget all cached prefixes, and say so. What runs goes on, and leaves nothing to be found."""
         self.scheduler.flush_cache()
         self._acknowledge(req_id, http, 0)
 
+    def note_bad(self) -> None:
+        self._board.add("num_bad_records")
+
     def _acknowledge(self, req_id: int, http: int, count: int) -> None:
         """Answer a control record under its own req_id."""
-        unit = pack_finish(
-            TokenKind.FINISH,
-            req_id,
-            time_ns=time.monotonic_ns(),
-            step=self.step_count,
-            finish=FinishReason.LENGTH,
-            matched_token=count,
-        )
+        unit = acknowledgement_of(req_id, count, step=self.step_count, now_ns=time.monotonic_ns())
         self._emitters[http].keep(req_id, unit)
 
     # -- the step ---------------------------------------------------------------------------------------------------------
@@ -193,10 +212,14 @@ class Engine:
 
     def drain_inboxes(self) -> None:
         for http, inbox in self._inboxes.items():
+            if http in self._broken:
+                continue
             try:
-                inbox.drain(self)
+                inbox.glance(self)
             except RingProtocolError as error:
                 self._distrust(http, error)
+            if inbox.num_bad >= MOST_BAD_RECORDS:
+                self._distrust(http, f"{inbox.num_bad} of its records could not be read")
 
     def flush_emitters(self) -> None:
         """Write what waits for credits, and answers that no step will carry."""
@@ -205,22 +228,27 @@ class Engine:
                 emitter.flush()
             except RingProtocolError as error:
                 self._distrust(http, error)
-        self._relieve()
+        self._pauses.relieve(lambda http: self._emitters[http].is_relieved())
 
-    def _distrust(self, http: int, error: RingProtocolError) -> None:
-        log.error("the channel to front end %d cannot be believed any more: %s", http, str(error))
+    def _distrust(self, http: int, fault: RingProtocolError | str) -> None:
+        if http in self._broken:
+            return
+        log.error("the channel to front end %d cannot be believed any more: %s", http, str(fault))
         self._broken.add(http)
+        self.on_broken(self._inboxes[http].channel, str(fault))
 
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
         begin = time.monotonic_ns()
         self.drain_inboxes()
+        if self._deadlines.num_bounded:
+            self._end_overdue(begin)
         self.flush_emitters()  # before the schedule: credits let paused sequences go on
         for http in list(self._broken):
             self.close_channel(http)
         self._take_compiled()
         if self._overlap.is_flying:
-            self._show_phase(Phase.DECODE, begin)
+            self._showing.begin(False, 0, begin)
         elif not self._launch(begin):
             return False
         self.step_count += 1
@@ -240,7 +268,7 @@ class Engine:
             has_guessed = batch.num_drafts > 0
             self._board.add("num_draft_tokens", batch.num_guessed)
             self._board.add("num_accepted_tokens", int((output.counts - 1)[has_guessed].sum()))
-        self._show(begin, committed)
+        self._showing.end(self.step_count, begin, committed, len(self._pauses))
         return True
 
     def _launch(self, begin_ns: int) -> bool:
@@ -252,15 +280,28 @@ class Engine:
         if started:
             self._announce(started, now)
         has_prompts = batch.num_tokens > batch.num_seqs + batch.num_guessed
-        self._show_phase(Phase.PREFILL if has_prompts else Phase.DECODE, begin_ns)
+        self._showing.begin(has_prompts, batch.num_tokens, begin_ns)
         self.scheduler.sampling.expect_masks(self._constraints.begin_masks(batch))
         self._overlap.launch(batch)
         return True
 
+    def _end_overdue(self, now_ns: int) -> None:
+        for sequence in self._deadlines.due(now_ns):
+            self._board.add("num_timed_out")
+            self._finish(sequence, Ending(FinishReason.TIMEOUT))
+
     def _announce(self, started: list[Sequence], now_ns: int) -> None:
         for sequence in started:
             if not sequence.num_retractions:
-                unit = self._unit(TokenKind.STARTED, sequence, now_ns, Ending(FinishReason.NONE))
+                self._deadlines.started(sequence)
+                unit = state_of(
+                    TokenKind.STARTED,
+                    sequence,
+                    self.scheduler.columns,
+                    step=self.step_count,
+                    now_ns=now_ns,
+                    ending=Ending(FinishReason.NONE),
+                )
                 self._emitters[sequence.channel].keep(sequence.req_id, unit)
                 self._board.add("prompt_tokens", sequence.num_prompt_tokens)
         self.flush_emitters()
@@ -276,54 +317,27 @@ class Engine:
                 emitter.publish(records, units, self._end_dropped)
             except RingProtocolError as error:
                 self._distrust(http, error)
-            for req_id in emitter.overloaded(self._can_pause):
-                self._backlogged.add(req_id)
-                self._apply_pause(req_id)
-
-    def _can_pause(self, req_id: int) -> bool:
-        return req_id in self._by_id and req_id not in self._backlogged
-
-    def _relieve(self) -> None:
-        if not self._backlogged:
-            return
-        for req_id in list(self._backlogged):
-            sequence = self._by_id[req_id]
-            if self._emitters[sequence.channel].is_relieved():
-                self._backlogged.discard(req_id)
-                self._apply_pause(req_id)
-
-    def _apply_pause(self, req_id: int) -> None:
-        is_held = req_id in self._held_by_client
-        is_paused = is_held or req_id in self._backlogged
-        is_paused |= self._constraints.is_compiling(req_id)
-        self.scheduler.set_paused(self._by_id[req_id], is_paused, yields=is_held)
+            for req_id in emitter.overloaded(self._pauses.can_backlog):
+                self._pauses.backlog(req_id)
 
     def _end_dropped(self, req_id: int) -> bytes:
         """The drop policy threw a record of this request away: it ends with an error, never as a text with a hole."""
         sequence = self._by_id.get(req_id)
-        now = time.monotonic_ns()
-        message = pack_message(req_id, TOKEN_RING_FULL, time_ns=now)
         if sequence is None:  # it had ended in this very step
-            return message + pack_finish(
-                TokenKind.FINISH,
-                req_id,
-                time_ns=now,
-                step=self.step_count,
-                finish=FinishReason.ERROR,
-            )
-        unit = self._unit(TokenKind.FINISH, sequence, now, Ending(FinishReason.ERROR))
+            now = time.monotonic_ns()
+            return refusal_of(req_id, TOKEN_RING_FULL, step=self.step_count, now_ns=now)
+        unit = self._end(sequence, Ending(FinishReason.ERROR, fault=TOKEN_RING_FULL))
         self._board.add("num_finished")
         self._forget(sequence)
-        return message + unit
+        return unit
+
+    def _end(self, sequence: Sequence, ending: Ending) -> bytes:
+        now, columns = time.monotonic_ns(), self.scheduler.columns
+        return end_of(sequence, columns, step=self.step_count, now_ns=now, ending=ending)
 
     def _finish(self, sequence: Sequence, ending: Ending) -> None:
         """Free a sequence and answer it."""
-        now = time.monotonic_ns()
-        unit = self._unit(TokenKind.FINISH, sequence, now, ending)
-        if ending.reason is FinishReason.ERROR:
-            message = ending.fault or NOT_FINITE
-            unit = pack_message(sequence.req_id, message, time_ns=now) + unit
-        self._emitters[sequence.channel].keep(sequence.req_id, unit)
+        self._emitters[sequence.channel].keep(sequence.req_id, self._end(sequence, ending))
         self._board.add("num_aborted" if ending.reason is FinishReason.ABORT else "num_finished")
         self._forget(sequence)
 
@@ -333,56 +347,17 @@ class Engine:
         else:
             self.scheduler.remove(sequence)
         self._by_id.pop(sequence.req_id, None)
-        self._backlogged.discard(sequence.req_id)
-        self._held_by_client.discard(sequence.req_id)
+        self._pauses.forget(sequence.req_id)
         self._constraints.forget(sequence.req_id)
+        self._deadlines.forget(sequence)
 
-    def _unit(self, kind: TokenKind, sequence: Sequence, now_ns: int, ending: Ending) -> bytes:
-        num_prompt = sequence.num_prompt_tokens
-        if sequence.row >= 0:
-            num_output = int(self.scheduler.columns.num_tokens[sequence.row]) - num_prompt
-        else:
-            num_output = max(0, len(sequence.token_ids) - num_prompt)
-        return pack_finish(
-            kind,
-            sequence.req_id,
-            time_ns=now_ns,
-            step=self.step_count,
-            finish=ending.reason,
-            completion_tokens=num_output,
-            prompt_tokens=num_prompt,
-            cached_tokens=sequence.cached_tokens,
-            num_retractions=sequence.num_retractions,
-            keep_bytes=ending.keep_bytes,
-            matched_token=ending.matched_token,
-            matched_stop=ending.matched_stop,
-            stamps=sequence.stamps(),
-        )
-
-    # -- showing ----------------------------------------------------------------------------------------------------------
-
-    def _show_phase(self, phase: Phase, now_ns: int) -> None:
-        self._board["phase"] = phase
-        self._board["phase_since_ns"] = now_ns
+    # -- between steps ----------------------------------------------------------------------------------------------------
 
     def show_idle(self) -> None:
         """Nothing to compute: the gauges say so until the next step."""
-        self._show_gauges()
-        self._show_phase(Phase.IDLE, time.monotonic_ns())
+        self._showing.idle(len(self._pauses))
         if self._log is not None:
             self._log.flush()
-
-    def _show(self, begin_ns: int, committed: Committed) -> None:
-        board = self._board
-        elapsed = time.monotonic_ns() - begin_ns
-        board["step"] = self.step_count
-        board.add("generation_tokens", committed.num_tokens)
-        board.histograms["step_us"].observe_one(elapsed // 1000)
-        for itl_ns, count in committed.itl_ns:
-            board.histograms["itl_engine_us"].observe_one(itl_ns // 1000, count)
-        if elapsed > board["slowest_step_ns"]:
-            board["slowest_step_ns"] = elapsed
-        self._show_gauges()
 
     def close(self) -> None:
         """Write the log out and give the runner's memory back."""
@@ -390,14 +365,3 @@ class Engine:
             self._log.close()
         self.runner.close()
         self._constraints.close()
-
-    def _show_gauges(self) -> None:
-        board, scheduler = self._board, self.scheduler
-        board["running"] = len(scheduler.running)
-        board["waiting"] = len(scheduler.waiting)
-        board["paused"] = len(self._backlogged) + len(self._held_by_client)
-        board["kv_blocks_used"] = scheduler.blocks.num_used
-        board["prefix_query_tokens"] = scheduler.tables.num_query_tokens
-        board["prefix_hit_tokens"] = scheduler.tables.num_hit_tokens
-        board["num_preempted"] = scheduler.num_preempted
-        board["num_admitted"] = scheduler.num_admitted

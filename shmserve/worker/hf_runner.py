@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from shmserve.worker.hf_attention import PagedAttention, Survey, UnfitAttentionE
 from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
 from shmserve.worker.runner import Progress, RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
-from shmserve.worker.sizing import sized
+from shmserve.worker.sizing import StepLimits, sized
 from shmserve.worker.torch_output import output_of, rows_needed
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class HFRunner:
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_batched_tokens
+        self._limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         if model.format != "safetensors":
             raise UnknownArchitectureError(
                 f"{model.weights}: transformers' classes read safetensors, not {model.format}"
@@ -120,10 +119,9 @@ class HFRunner:
 
     def run(self, batch: Batch, sampling: SamplingState) -> StepOutput:
         """Compute and sample; see `ModelRunner.run`."""
-        assert batch.num_seqs <= self._max_num_seqs, (batch.num_seqs, self._max_num_seqs)
-        assert batch.num_tokens <= self._max_num_tokens, (batch.num_tokens, self._max_num_tokens)
+        self._limits.check(batch)
         if not batch.num_tokens:
-            return StepOutput(np.zeros((0, 1), np.int32), time.monotonic_ns())
+            return StepOutput.of_nothing()
         rows = rows_needed(batch)
         with torch.inference_mode():
             self._attention.begin(batch)
@@ -222,6 +220,7 @@ def load(folder: Path, config: Any, attention: str) -> nn.Module:
             dtype=torch.float32,
             attn_implementation=attention,
             local_files_only=True,
+            use_safetensors=True,  # never its pickled forms, whatever else lies in the folder
             output_loading_info=True,
         )
     except Exception as error:  # as above

@@ -22,6 +22,8 @@ from shmserve.wire import (
 
 log = logging.getLogger(__name__)
 
+MOST_GLANCES = 16
+
 
 class Sink(Protocol):
     """What the records ask for. `http` is the index of the front end that wrote them."""
@@ -29,9 +31,11 @@ class Sink(Protocol):
     def submit(self, request: Submit, http: int) -> None: ...
     def refuse(self, req_id: int, http: int, reason: str) -> None: ...
     def abort(self, req_id: int) -> None: ...
+    def evict(self, req_id: int) -> None: ...
     def abort_by_digest(self, req_id: int, http: int, digest: bytes) -> None: ...
     def set_paused(self, req_id: int, is_paused: bool) -> None: ...
     def flush_cache(self, req_id: int, http: int) -> None: ...
+    def note_bad(self) -> None: ...
 
 
 class Inbox:
@@ -40,14 +44,26 @@ class Inbox:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.num_bad = 0
+        self._num_glances = 0
         self._consumer = channel.submit.consumer()
 
     @property
     def data_fd(self) -> int:
         return self.channel.submit.data.fd
 
+    def glance(self, sink: Sink) -> int:
+        """`drain`, without its system call as long as the front end's cursor says that there is nothing: for every step.
+
+        The counter is read every MOST_GLANCES times all the same, so a peer whose cursor stands still is found out.
+        """
+        if self._num_glances < MOST_GLANCES and self._consumer.seems_empty():
+            self._num_glances += 1
+            return 0
+        return self.drain(sink)
+
     def drain(self, sink: Sink) -> int:
         """Hand every announced record to `sink`; the number of slots handled."""
+        self._num_glances = 0
         consumer = self._consumer
         owed = handled = consumer.poll()
         while owed:
@@ -72,6 +88,8 @@ class Inbox:
             sink.submit(unpack_submit(slots), http)
         elif kind == SubmitKind.ABORT:
             sink.abort(req_id)
+        elif kind == SubmitKind.EVICT:
+            sink.evict(req_id)
         elif kind == SubmitKind.ABORT_BY_ID:
             sink.abort_by_digest(req_id, http, control_digest(slots[0]))
         elif kind in (SubmitKind.PAUSE, SubmitKind.RESUME):
@@ -83,6 +101,7 @@ class Inbox:
 
     def _bad(self, sink: Sink, req_id: int, kind: int, error: WireError) -> None:
         self.num_bad += 1
+        sink.note_bad()
         # Its text alone: who keeps the error keeps views of the slots, and the channel could not be closed.
         reason = str(error)
         log.warning("bad submit record from front end %d: %s", self.channel.http, reason)

@@ -80,10 +80,11 @@ class Overlap:
         )
         self._scheduler = scheduler
         self._flights: deque[Batch] = deque()
-        self._num_flying = np.zeros(scheduler.max_num_seqs, np.int8)  # steps in flight, by row
-        self._place = np.full(scheduler.max_num_seqs, -1, np.int32)  # in the newest flight, by row
         self._ended: list[Sequence] = []
         self._collected: Batch | None = None  # and not committed yet
+        self._held_rows: set[int] | None = (
+            None  # of both; None: nobody has asked since they changed
+        )
         self._refused: tuple[Sequence, int, int] | None = None
         self.num_followed = 0
 
@@ -93,7 +94,12 @@ class Overlap:
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes `sequence`, or one that was collected and is not committed yet."""
-        return sequence.row >= 0 and bool(self._num_flying[sequence.row])
+        if self._held_rows is None:
+            batches = (
+                [*self._flights] if self._collected is None else [self._collected, *self._flights]
+            )
+            self._held_rows = {row for batch in batches for row in batch.rows.tolist()}
+        return sequence.row in self._held_rows
 
     def launch(self, batch: Batch) -> None:
         """Start a batch of the scheduler's, with nothing in flight."""
@@ -115,12 +121,13 @@ class Overlap:
             return None
         rows = np.array([s.row for s in self._scheduler.running if not s.is_paused], np.int32)
         rows = rows[~columns.is_aborted[rows]]
-        if (self._place[rows] < 0).any():
-            return None  # somebody may compute who is not in flight
         is_ready = np.zeros(self._scheduler.max_num_seqs, np.bool_)
         is_ready[rows] = True
+        goes_on = is_ready[before.rows]
+        if np.count_nonzero(goes_on) < len(rows):
+            return None  # somebody may compute who is not in flight
         # What ends by its length ends in the step in flight, whatever its token will be.
-        goes_on = is_ready[before.rows] & (before.kv_lens + 1 < columns.max_total[before.rows])
+        goes_on &= before.kv_lens + 1 < columns.max_total[before.rows]
         carried = np.flatnonzero(goes_on).astype(np.int32)
         # The same array as long as the same go on: whoever has prepared for these rows sees that they are the same.
         rows = before.rows if goes_on.all() else before.rows[carried]
@@ -139,8 +146,6 @@ class Overlap:
         assert self._collected is None, "collected, and not committed"
         output = self._runner.collect()
         batch = self._collected = self._flights.popleft()
-        if not self._flights:
-            self._place[batch.rows] = -1
         return batch, output
 
     def end(self, sequence: Sequence) -> None:
@@ -151,9 +156,7 @@ class Overlap:
 
     def landed(self) -> list[Sequence]:
         """What was collected is committed. Of those that `end` was told of, the ones that are held no more, each once."""
-        if self._collected is not None:
-            self._num_flying[self._collected.rows] -= 1
-            self._collected = None
+        self._collected = self._held_rows = None
         if not self._ended:
             return []
         done = [s for s in self._ended if not self.holds(s)]
@@ -162,11 +165,8 @@ class Overlap:
 
     def _start(self, batch: Batch, carried: I4 | None) -> None:
         self._runner.launch(batch, self._scheduler.sampling, carried)
-        if self._flights:
-            self._place[self._flights[-1].rows] = -1
-        self._place[batch.rows] = np.arange(batch.num_seqs, dtype=np.int32)
-        self._num_flying[batch.rows] += 1
         self._flights.append(batch)
+        self._held_rows = None
 
     def _note_who_waits(self, batch: Batch) -> None:
         """Whom the scheduler has just left waiting for want of a row or of blocks: nothing changes that but a free one."""

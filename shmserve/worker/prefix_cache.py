@@ -26,15 +26,22 @@ Parent: TypeAlias = int | bytes
 
 
 class Node(NamedTuple):
-    """A cached block: `parent` and `tokens` (one block of i4) find it, `uid` is the parent of those behind it.
+    """A cached block: its `key`, the parent and the tokens (one block of i4), finds it; `uid` is the parent of those behind it.
 
     A tuple: one is made at every block boundary, and a frozen dataclass takes five times as long.
     """
 
     block: int
     uid: int
-    parent: Parent
-    tokens: bytes
+    key: tuple[Parent, bytes]
+
+    @property
+    def parent(self) -> Parent:
+        return self.key[0]
+
+    @property
+    def tokens(self) -> bytes:
+        return self.key[1]
 
 
 class PrefixCache:
@@ -78,16 +85,26 @@ class PrefixCache:
 
     def insert(self, parent: Parent, tokens: bytes, block: int) -> Node:
         """The node of these tokens behind `parent`: `block`, which must be held, unless they are cached in another."""
-        assert len(tokens) == self._num_bytes, (len(tokens), self.block_size)
-        key = (parent, tokens)
-        node = self._nodes.get(key)
-        if node is None:
-            assert block not in self._by_block, (block, "is cached as another")
-            # Past the constructor that NamedTuple writes, which takes as long as all the rest.
-            node = tuple.__new__(Node, (block, self._next_uid, parent, tokens))
-            self._next_uid += 1
-            self._nodes[key] = self._by_block[block] = node
-        return node
+        return self.insert_each([parent], [tokens], [block])[0]
+
+    def insert_each(
+        self, parents: list[Parent], tokens: list[bytes], blocks: list[int]
+    ) -> list[Node]:
+        """`insert` for each, in this order."""
+        nodes, by_block, uid = self._nodes, self._by_block, self._next_uid
+        found = []
+        for key, block in zip(zip(parents, tokens, strict=True), blocks, strict=True):
+            node = nodes.get(key)
+            if node is None:
+                assert len(key[1]) == self._num_bytes, (len(key[1]), self.block_size)
+                assert block not in by_block, (block, "is cached as another")
+                # Past the constructor that NamedTuple writes, which takes as long as all the rest.
+                node = tuple.__new__(Node, (block, uid, key))
+                uid += 1
+                nodes[key] = by_block[block] = node
+            found.append(node)
+        self._next_uid = uid
+        return found
 
     def retire(self, block: int) -> bool:
         """Nobody holds `block` any more: if it is cached it may be evicted, last of all. False if it is not cached."""
@@ -126,7 +143,7 @@ class PrefixCache:
 
     def _forget(self, node: Node) -> bool:
         """True if nobody holds its block."""
-        del self._nodes[node.parent, node.tokens]
+        del self._nodes[node.key]
         del self._by_block[node.block]
         is_unheld = node.block in self._evictable
         self._evictable.pop(node.block, None)

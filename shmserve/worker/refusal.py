@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from shmserve.request import MOST_LOGPROBS
 from shmserve.stop_regex import StopRegexError, compile_stop
 from shmserve.wire import Submit
 
@@ -30,6 +31,10 @@ def fault_of(request: Submit, vocab_size: int) -> str | None:
         return f"stop token ids must be 0 to {vocab_size - 1}"
     if not _are_ids((token_id for token_id, _ in params.logit_bias), vocab_size):
         return f"token ids of logit_bias must be 0 to {vocab_size - 1}"
+    if not _are_ids(params.allowed_token_ids, vocab_size):
+        return f"allowed_token_ids must be 0 to {vocab_size - 1}"
+    if not all(word and _are_ids(word, vocab_size) for word in params.bad_words):
+        return f"token ids of bad_words must be 0 to {vocab_size - 1}, and at least one a word"
     if not 1 <= params.max_tokens <= _MOST or params.min_tokens > _MOST:
         return f"max_tokens must be 1 to {_MOST}, min_tokens at most that"
     numbers = (
@@ -45,6 +50,15 @@ def fault_of(request: Submit, vocab_size: int) -> str | None:
         return "sampling parameters must be finite numbers"
     if params.repetition_penalty <= 0:
         return "repetition_penalty must be above 0"
+    if params.temperature < 0 or params.top_k < 0:
+        return "temperature and top_k must be 0 or more"
+    if not (0 <= params.top_p <= 1 and 0 <= params.min_p <= 1):
+        return "top_p and min_p must be 0 to 1"
+    # One number too large here would take all memory, not only this request's.
+    if not (
+        -1 <= params.num_logprobs <= MOST_LOGPROBS and -1 <= params.prompt_logprobs <= MOST_LOGPROBS
+    ):
+        return f"logprobs must be -1 to {MOST_LOGPROBS}"
     return None
 
 

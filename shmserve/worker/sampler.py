@@ -13,7 +13,10 @@ A row that keeps no more than HEAD tokens gives each of them its own random numb
 always do, and one partial sort finds them. Rows that keep more, or all, are drawn in two steps, each a Gumbel-max: a bucket of
 BUCKET neighbouring ids by its summed weight, then an id in it. The distribution is the same for a hundredth of the random numbers.
 
-This is the definition, for torch's own runner and the tests; the C kernels draw by the same rules (cpu/sampling.h).
+This is the definition, for torch's own runner and the tests; the C kernels draw by the same rules (cpu/sampling.h). The CUDA
+kernels give every kept candidate its own random number, however many there are: so with the same seed a row that keeps more than
+HEAD candidates gets other tokens from a GPU than from a CPU (from the same distribution), and a row that keeps fewer gets the
+same ones, as far as the logits are the same. A seed is a promise for one server and model, not across kinds of hardware.
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ def _edit(logits: Tensor, rows: I4, state: SamplingState) -> Bool:
     for index in np.flatnonzero(state.is_edited(rows)).tolist():
         row = int(rows[index])
         bias, seen, banned = state.bias.get(row), state.seen(row), state.bans(row)
-        mask = state.masks.get(row)
+        mask = state.mask(row)
         if bias is not None:
             values[index, bias[0]] += bias[1]
         if seen is not None:

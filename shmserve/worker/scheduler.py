@@ -66,7 +66,7 @@ class Scheduler:
         # Every running sequence may decode in every step, whatever the budget for prompts.
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.columns = Columns(max_num_seqs, info.max_model_len, info.block_size)
-        self.sampling = SamplingState(max_num_seqs)
+        self.sampling = SamplingState(max_num_seqs, info.vocab_size)
         self.tables = BlockTables(info, self.columns, is_caching=caches_prefixes)
         self.blocks = self.tables.blocks
         self.speculation = Speculation(info, self.columns, self.tables)
@@ -148,6 +148,8 @@ class Scheduler:
         is_same = known is not None and known.rows is self._decode_rows
         if known is not None and is_same and known.goes_on() and known.grow():
             return known.rows
+        if known is not None:
+            self._index_running()
         self._decode_set = None
         while True:
             rows = self._decode_rows
@@ -191,12 +193,19 @@ class Scheduler:
         if not yielding and not self.columns.num_free_rows:
             return None
         needed = int(self._blocks_for(len(first.token_ids)))
+        if self._decode_set is not None:
+            self._index_running()
         found = self.tables.found_for(first)
         if self.tables.num_missing(found, needed) > self.tables.num_gained(yielding, found):
             return None
         while not self.columns.num_free_rows or self.tables.num_missing(found, needed) > 0:
             self._preempt(yielding.pop())
         return first, found
+
+    def _index_running(self) -> None:
+        """What a decode set has left for the end of its plan: whoever comes now shall find it."""
+        rows = np.array([s.row for s in self.running], np.intp)
+        self.tables.index_each(self.running, rows)
 
     def _blocks_for(self, num_tokens: npt.NDArray[np.int32] | int) -> npt.NDArray[np.int32]:
         """Blocks for the keys and values of so many tokens, and of those that one step may add to them."""
@@ -293,10 +302,10 @@ class Scheduler:
         `failed` is as in `StepOutput`. Called before the step's tokens are appended.
         """
         if self._decode_set is not None and self._decode_set.made(batch):
-            full = self._decode_set.advance()
+            has_ended = self._decode_set.advance()
             self._distrust(batch, failed)
-            if full:
-                self.tables.index_each(full)
+            if has_ended:
+                self._decode_set.index()
             return
         columns = self.columns
         # A guessed token is not known yet: if it is kept, the commit says that it was computed, and the step after that indexes it.

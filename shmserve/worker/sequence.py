@@ -65,6 +65,8 @@ class Sequence:
     scheduled_ns: int = 0
     prefill_end_ns: int = 0
     first_token_ns: int = 0
+    deadline_ns: int = 0
+    """Its client's own; 0: none."""
     last_time_ns: int = 0
     """Of its newest token, while it waits after a preemption."""
     admit_order: int = 0

@@ -23,6 +23,7 @@ from shmserve.worker.batch import F4, I4, Batch, PromptPart, PromptScores, StepO
 from shmserve.worker.grammars import allowed
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.simulated_draws import Draws
 from shmserve.worker.verification import kept_of, places_of
 
 FORCING_BIAS = 100.0
@@ -64,14 +65,6 @@ def plain_ids(token_bytes: TokenBytes, special_ids: Sequence[int]) -> npt.NDArra
     return np.array(ids, np.int32)
 
 
-def mix(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of (seed, position): the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
-    z = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 class SimulatedRunner:
     """`step_ms` is T. `wait_until(ns)` sleeps until a CLOCK_MONOTONIC time; tests may pass their own."""
 
@@ -101,31 +94,42 @@ class SimulatedRunner:
         )
         self._step_ns = max(1, int(step_ms * 1e6))
         self._plain = plain_ids(token_bytes, special_ids)
+        self._draws = Draws(self._plain)
         self._eos_id = eos_id
         self._wait_until = wait_until or _sleep_until
 
     def run(self, batch: Batch, sampling: SamplingState) -> StepOutput:
         """Sleep until the step's end, then answer. Grid points are absolute, so one late step does not delay the next."""
         places = places_of(batch)
-        rows, positions = places.rows, sampling.position[places.rows]
-        if places.ahead is not None:
-            positions = positions + places.ahead
-        drawn = mix(sampling.seed[rows], positions) % np.uint64(len(self._plain))
-        token_ids = self._plain[drawn.astype(np.intp)]
+        rows = places.rows
+        drawn, token_ids = self._draws.of(rows, places.ahead, sampling)
+        if sampling.bias or sampling.has_limits:
+            token_ids = token_ids.copy()
         for i, row in enumerate(rows.tolist() if sampling.bias else ()):
             if row in sampling.bias:
                 ids, values = sampling.bias[row]
                 if values.max() >= FORCING_BIAS:
                     token_ids[i] = ids[values.argmax()]
-        for i, row in enumerate(rows.tolist() if sampling.masks else ()):
-            if row in sampling.masks:
-                may = np.flatnonzero(allowed(sampling.masks[row][None], self.info.vocab_size)[0])
-                token_ids[i] = may[drawn[i] % len(may)] if len(may) else self._eos_id
+        for i, row in enumerate(rows.tolist() if sampling.has_limits else ()):
+            mask, banned = sampling.mask(row), sampling.bad_ids(row)
+            may: npt.NDArray[np.integer]
+            if mask is not None:
+                may = np.flatnonzero(allowed(mask[None], self.info.vocab_size)[0])
+            elif banned is not None and token_ids[i] in banned:
+                may = self._plain
+            else:
+                continue
+            may = may if banned is None else np.setdiff1d(may, banned)
+            token_ids[i] = may[drawn[i] % len(may)] if len(may) else self._eos_id
         kept = kept_of(batch, places, token_ids)
-        token_ids, counts, rows = kept.token_ids, kept.counts, batch.rows[batch.sample_seqs]
+        token_ids, counts = kept.token_ids, kept.counts
+        if places.ahead is not None:
+            rows = batch.rows[batch.sample_seqs]
         if self._script:
             token_ids, counts = self._follow_script(rows, token_ids, sampling)
-        logprobs, top = self._logprobs(token_ids, sampling.num_logprobs[rows])
+        logprobs, top = None, None
+        if np.count_nonzero(sampling.num_logprobs >= 0):  # perhaps in a row of nobody
+            logprobs, top = self._logprobs(token_ids, sampling.num_logprobs[rows])
         due = (time.monotonic_ns() // self._step_ns + 1) * self._step_ns
         self._wait_until(due)
         scores = tuple(map(self._score, batch.prompt_parts))
@@ -144,9 +148,9 @@ class SimulatedRunner:
         self, token_ids: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.float32] | None, dict[int, tuple[I4, F4]] | None]:
         """For those who ask: halves of what is left, for the token and for the ids behind it. They cost what real ones cost."""
-        most = int(wanted.max(initial=-1))
-        if most < 0:
+        if not np.count_nonzero(wanted >= 0):
             return None, None
+        most = int(wanted.max())
         ranks = np.arange(max(1, most), dtype=np.int32)
         ids = (token_ids[:, :, None] + ranks) % self.info.vocab_size
         values = np.broadcast_to(-np.log(np.float32(2)) * (ranks + 1), ids.shape).astype(np.float32)

@@ -1,12 +1,14 @@
-"""How many KV blocks a memory of given size holds, and how long a sequence may be.
+"""How many KV blocks a memory of given size holds, how long a sequence may be, and how much one step may compute.
 
 Owns: the numbers, and the refusal that names them. Never: allocates.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+from shmserve.worker.batch import Batch
 from shmserve.worker.models.config import ModelLoadError
 from shmserve.worker.runner import RunnerInfo
 
@@ -19,6 +21,18 @@ class Sizes(Protocol):
 
     @property
     def context_length(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a runner's buffers are made for; the scheduler keeps to it."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+
+    def check(self, batch: Batch) -> None:
+        assert batch.num_seqs <= self.max_num_seqs, (batch.num_seqs, self.max_num_seqs)
+        assert batch.num_tokens <= self.max_num_tokens, (batch.num_tokens, self.max_num_tokens)
 
 
 def sized(

@@ -10,7 +10,7 @@ columns hold what is certain, and the prefix cache and the penalties read nothin
     blocks         those that the sequence has, and one more while more are free than sequences run: no guess is the reason
                    that somebody is preempted in the next step
 
-Rows with penalties or a grammar never guess: what may come next depends on the tokens before it in a way that no row can be
+Rows with penalties, bad words or a grammar never guess: what may come next depends on the tokens before it in a way that no row can be
 told in advance. Nothing here costs anything where nobody speculates. Worker's main thread only.
 """
 
@@ -90,4 +90,5 @@ def _may_guess(params: SamplingParams) -> bool:
         or params.presence_penalty != 0
         or params.repetition_penalty != 1
     )
-    return params.num_speculative_tokens > 0 and not (has_penalty or params.grammar)
+    has_limits = has_penalty or params.bad_words or params.grammar
+    return params.num_speculative_tokens > 0 and not has_limits

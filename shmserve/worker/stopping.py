@@ -8,13 +8,15 @@ over bytes, by its `StopMatcher`. Worker's main thread only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.request import FinishReason
+from shmserve.request import FinishReason, SamplingParams
 from shmserve.token_bytes import TokenBytes
 from shmserve.token_text import Decoding
 from shmserve.wire import KEEP_ALL
@@ -80,15 +82,24 @@ class StopConditions:
         return None
 
     def _text_of(self, sequence: Sequence, token_id: int) -> bytes:
-        skips = sequence.params.skip_special_tokens
+        raw = self._raw_of(sequence.params)
         if sequence.text is None:
-            sequence.text = self._decoding.open(self._raw_skipping if skips else self._raw)
-        if sequence.text is not None:
-            return sequence.text.feed(token_id)
-        return self._raw_skipping(token_id) if skips else self._raw(token_id)
+            sequence.text = self._decoding.open(raw)
+        return raw(token_id) if sequence.text is None else sequence.text.feed(token_id)
+
+    def _raw_of(self, params: SamplingParams) -> Callable[[int], bytes]:
+        """A token's bytes as they count in this sequence's text, in the front end as here."""
+        if not params.skip_special_tokens:
+            return self._raw
+        return (
+            partial(self._raw_showing, params.shown_ids) if params.shown_ids else self._raw_skipping
+        )
 
     def _raw(self, token_id: int) -> bytes:
         return self._token_bytes[token_id]
+
+    def _raw_showing(self, shown: tuple[int, ...], token_id: int) -> bytes:
+        return self._token_bytes[token_id] if token_id in shown else self._raw_skipping(token_id)
 
     def _raw_skipping(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self._token_bytes[token_id]

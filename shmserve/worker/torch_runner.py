@@ -1,4 +1,4 @@
-"""A model of the llama family run by torch over a paged KV cache, in float32 on the CPU.
+"""A model of the llama family run by torch over a paged KV cache on the CPU, in float32 or with matrices in bfloat16.
 
 Owns: weights, KV cache, and the step from a `Batch` to its `StepOutput`. Never: knows a request, chooses blocks, or draws from
 a global random generator. Worker process, main thread only.
@@ -10,12 +10,10 @@ never in more. Sampling adds nothing to that: each row has its own random stream
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from shmserve.gguf import GGUFError, GGUFFile
@@ -32,7 +30,7 @@ from shmserve.worker.models.sources import GGUFSource, SafetensorsSource, Tensor
 from shmserve.worker.models.weights import load_weights
 from shmserve.worker.runner import Progress, RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
-from shmserve.worker.sizing import sized
+from shmserve.worker.sizing import StepLimits, sized
 from shmserve.worker.torch_output import output_of
 
 if TYPE_CHECKING:
@@ -47,6 +45,9 @@ class TorchRunner:
     `num_token_ids` is how many ids have a token, where the model's vocabulary is padded: the others do not exist for anybody.
     `max_model_len` None means as much of the model's context as `kv_cache_bytes` can hold. Raises ModelLoadError, one line,
     for a model that cannot be loaded or a KV cache too small for one sequence.
+
+    `keeps_bf16`: matrices stay in bfloat16, half the memory, and are multiplied in it: as fast as the CPU's instructions for
+    that are, with logits of 8 significant bits. Norms, biases, attention and the KV cache are float32 all the same.
     """
 
     def __init__(
@@ -61,17 +62,24 @@ class TorchRunner:
         num_threads: int | None,
         progress: Progress,
         num_token_ids: int | None = None,
+        keeps_bf16: bool = False,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_batched_tokens
+        self._limits = StepLimits(max_num_seqs, max_num_batched_tokens)
         config, source = open_model(model.weights, model.format)
         kv_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         per_block = BYTES_PER_VALUE * kv_values * block_size
-        info = sized("torch-cpu", config, per_block, max_model_len, kv_cache_bytes, block_size)
+        name = "torch-cpu-bf16" if keeps_bf16 else "torch-cpu"
+        info = sized(name, config, per_block, max_model_len, kv_cache_bytes, block_size)
         num_ids = min(info.vocab_size, num_token_ids or info.vocab_size)
         with torch.inference_mode():
-            weights = load_weights(source, config, lambda share: progress("loading weights", share))
+            weights = load_weights(
+                source,
+                config,
+                lambda share: progress("loading weights", share),
+                _matrix_as_bf16 if keeps_bf16 else None,
+            )
             self._decoder = Decoder(config, weights, info.max_model_len)
             self._cache = KVCache(
                 config.num_layers, info.num_blocks, block_size, config.num_kv_heads, config.head_dim
@@ -85,10 +93,9 @@ class TorchRunner:
 
     def run(self, batch: Batch, sampling: SamplingState) -> StepOutput:
         """Compute and sample; see `ModelRunner.run`."""
-        assert batch.num_seqs <= self._max_num_seqs, (batch.num_seqs, self._max_num_seqs)
-        assert batch.num_tokens <= self._max_num_tokens, (batch.num_tokens, self._max_num_tokens)
+        self._limits.check(batch)
         if not batch.num_tokens:
-            return StepOutput(np.zeros((0, 1), np.int32), time.monotonic_ns())
+            return StepOutput.of_nothing()
         num_ids = self._info.vocab_size
         with torch.inference_mode():
             self._cache.clear_opened(batch.kv_slots)
@@ -111,6 +118,10 @@ class TorchRunner:
     def close(self) -> None:
         """Let weights and cache go."""
         del self._decoder, self._cache
+
+
+def _matrix_as_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.dim() == 2 else tensor
 
 
 def open_model(weights: Path, format: str) -> tuple[DecoderConfig, TensorSource]:

@@ -23,7 +23,7 @@ from shmserve.worker.batch import F4, I4, Batch
 Top = dict[int, tuple[I4, F4]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Places:
     """The Q places of a step that are sampled: for each of R sequences one, and one more for each of its guesses.
 
@@ -39,7 +39,7 @@ class Places:
     ahead: I4 | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Kept:
     """As in StepOutput, which says what each is."""
 
@@ -75,12 +75,14 @@ def kept_of(
     """
     ahead = places.ahead
     if ahead is None:  # nobody guesses: each place is its sequence's only one
+        has_none = token_ids < 0
+        failed = tuple(has_none.nonzero()[0].tolist()) if np.count_nonzero(has_none) else ()
         return Kept(
-            np.maximum(token_ids, 0)[:, None],
+            (np.maximum(token_ids, 0) if failed else token_ids.copy())[:, None],
             None,
             None if logprobs is None else logprobs[:, None],
-            {at: (ids[None], values[None]) for at, (ids, values) in (top or {}).items()} or None,
-            tuple(np.flatnonzero(token_ids < 0).tolist()),
+            {at: (ids[None], values[None]) for at, (ids, values) in top.items()} if top else None,
+            failed,
         )
     counts = _counts(batch, places, ahead, token_ids)
     num_rows, width = len(batch.sample_seqs), int(counts.max(initial=1))

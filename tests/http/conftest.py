@@ -21,6 +21,11 @@ from serving import Asker, Server, Wire  # noqa: E402
 
 _numbers = itertools.count()
 
+# <tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>
+WEATHER_CALL = (
+    44, 19324, 79, 4350, 46, 198, 39428, 1245, 1799, 476, 726, 79, 29624, 1002, 476, 24370,
+    1799, 9583, 20721, 1799, 476, 74, 7170, 5130, 18, 17859, 198, 9617, 19324, 79, 4350, 46,
+)  # fmt: skip
 SCRIPTS = {
     "dabelske": [[143], [233], [5415], [82], [1025], [91], [2756]],
     "emoji": [[19556], [10813], [242], [218], [17]],
@@ -36,15 +41,31 @@ SCRIPTS = {
     "stop_inside_limit": [[33, 34], [48124, 35, 36, 37]],
     "stop_behind_limit": [[33, 34, 35], [36, 37, 48124]],
     "separators": [[81], [321], [118], [82], [141], [223], [83], [201], [198], [84]],
+    "weather_call": [[i] for i in WEATHER_CALL] + [[2]],
+    "two_weather_calls": [[i] for i in (*WEATHER_CALL, 198, *WEATHER_CALL)] + [[2]],
     "twenty_at_once": [[537, 827, 1296, 1876] * 5],
 }
 SEEDS = {name: 1_000_000 + i for i, name in enumerate(SCRIPTS)}
+# Answers told as text: the seed that brings it, and its words. A stop token ends each.
+TEXTS = {
+    2_000_001: 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀"}}\n</tool_call>',
+    2_000_002: '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>\n'
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "B"}}</tool_call>',
+    2_000_003: "No tool is needed for 1 < 2.",
+    2_000_004: '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+    2_000_005: 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
+}
 
 
 @pytest.fixture(scope="session")
-def script_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def script_file(default_model: PreparedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("script") / "script.json"
-    path.write_text(json.dumps({SEEDS[name]: steps for name, steps in SCRIPTS.items()}))
+    tokenizer = default_model.tokenizer()
+    scripts = {SEEDS[name]: steps for name, steps in SCRIPTS.items()}
+    for seed, text in TEXTS.items():
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        scripts[seed] = [[token_id] for token_id in ids] + [[2]]
+    path.write_text(json.dumps(scripts))
     return path
 
 
@@ -88,7 +109,11 @@ def server(
     """The simulated server that most tests share: the scripts of the cases, and bounds small enough to meet."""
     starter = Starter(tmp_path_factory)
     yield starter(
-        "--step-ms=1", f"--script={script_file}", "--max-body-bytes=4M", "--slow-client-bytes=16384"
+        "--step-ms=1",
+        f"--script={script_file}",
+        "--max-body-bytes=4M",
+        "--slow-client-bytes=16384",
+        "--trust-request-chat-template",
     )
     starter.stop()
 
@@ -98,6 +123,12 @@ def asker(server: Server) -> Iterator[Asker]:
     """The shared server; what a test leaves running is a fault of the server or of the test."""
     yield server
     server.wait_idle()
+
+
+@pytest.fixture(scope="session")
+def texts() -> dict[int, str]:
+    """The texts that the shared server answers with, by the seed that asks for it."""
+    return TEXTS
 
 
 @pytest.fixture

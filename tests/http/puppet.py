@@ -26,6 +26,9 @@ from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
 from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.listener import Listener
+from shmserve.http.occupancy import Occupancy
+from shmserve.http.request_templates import RequestTemplates
+from shmserve.http.slow_client import SlowClients
 from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
@@ -187,10 +190,12 @@ class Puppet(Rings):
             served_name=model.name,
             tokenizer=tokenizer,
             template=ChatTemplate(model.chat_template, tokenizer.special_tokens),
+            own_templates=RequestTemplates(tokenizer.special_tokens),
             grammars=Grammars(model),
             client=self.client,
-            admission=Admission(self.client, 4, http.max_queued_requests),
+            admission=Admission(self.client, 4, http),
             turnstile=Turnstile(self.client.is_behind),
+            slow_clients=SlowClients(self.board),
             board=self.board,
             started_at=int(time.time()),
         )
@@ -205,7 +210,11 @@ class Puppet(Rings):
         self.port = sock.getsockname()[1]
         assert self._runner.server is not None
         self._listener = Listener(
-            self._runner.server, sock, replace(self._http, backlog=16), self.front.turnstile
+            self._runner.server,
+            sock,
+            replace(self._http, backlog=16),
+            self.front.turnstile,
+            Occupancy(1_000, self.front.admission.refused),
         )
         return self
 
@@ -235,7 +244,7 @@ class Puppet(Rings):
         reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
         self._writers.append(writer)
         body = json.dumps({"prompt": "Hi"} | fields).encode()
-        head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         return reader, writer
 

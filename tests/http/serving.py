@@ -126,7 +126,7 @@ class Wire:
         self, path: str, body: Any = None, *, version: str = "1.1", method: str = "POST"
     ) -> None:
         data = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"{method} {path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         self.sock.sendall(head.encode() + data)
 
     def read_until(self, mark: bytes) -> bytes:
@@ -222,7 +222,8 @@ class Server(Asker):
         self.name = name
         self.log = folder / "log"
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SHMSERVE_")}
-        environ |= {"XDG_RUNTIME_DIR": str(folder), "PYTHONPATH": ROOT}
+        environ |= {"XDG_RUNTIME_DIR": str(folder), "XDG_STATE_HOME": str(folder / "state")}
+        environ |= {"PYTHONPATH": ROOT}
         argv = [sys.executable, "-m", "shmserve", "start", f"--instance={name}", "--port=0", *flags]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
@@ -233,7 +234,7 @@ class Server(Asker):
     def wait_ready(self, patience_s: float = PATIENCE_S) -> Server:
         def ready() -> re.Match[str] | None:
             assert self.process.poll() is None, self.output()
-            return re.search(r"ready: http://[^:]+:(\d+) .*worker 0 (\d+)\)", self.output())
+            return re.search(r"ready: http://[^:]+:(\d+) .*worker 0 (\d+)[,)]", self.output())
 
         match = until(ready, "the line that says ready", patience_s)
         self.port = int(match[1])
@@ -243,10 +244,10 @@ class Server(Asker):
     def output(self) -> str:
         return self.log.read_text()
 
-    def words(self, role: str) -> dict[str, int]:
-        """The words of the first board of `role`, read from shared memory."""
+    def words(self, role: str, index: int = 0) -> dict[str, int]:
+        """The words of the board of this child, read from shared memory."""
         for name in boards_of(self.name):
-            if f".{role}0." in name:
+            if f".{role}{index}." in name:
                 reader = BoardReader.attach(name)
                 try:
                     return reader.words()
@@ -261,7 +262,7 @@ class Server(Asker):
 
     def wait_idle(self) -> None:
         """Every sequence and every block is free, and the front end's table is empty."""
-        until(self.is_idle, f"idle: {self.words('worker')} {self.words('http')}", 10.0)
+        until(self.is_idle, f"idle: {self.words('worker')} {self.words('http')}")
 
     def stop(self) -> None:
         if self.process.poll() is None:

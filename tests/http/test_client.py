@@ -244,6 +244,21 @@ def test_an_abort_replaces_a_pause_that_still_waits():
     asyncio.run(scenario())
 
 
+def test_a_resume_does_not_replace_an_abort_that_still_waits():
+    """A client that reads on in the moment in which its request is aborted: the sequence must not run on for nobody."""
+
+    async def scenario():
+        async with Rings(SMALL) as rings:
+            entries = await fill(rings)
+            rings.client.abort(entries[0])
+            assert not rings.client.set_paused(entries[0], False)
+            taken = rings.take()
+            await until(lambda: not rings.link._writer.is_starved, "it is written")
+            assert [kind for kind, *_ in taken + rings.take()][4:] == [SubmitKind.ABORT]
+
+    asyncio.run(scenario())
+
+
 def test_an_abort_of_what_is_over_is_silent():
     async def scenario():
         async with Rings() as rings:

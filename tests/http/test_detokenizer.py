@@ -57,7 +57,7 @@ any_id = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(ids=st.lists(any_id, max_size=40), skip=st.booleans())
 def test_deltas_add_up_to_the_decode_of_all_ids_A6(tokenizer, skipping, showing, ids, skip):
     text = TextStream(skipping if skip else showing)
@@ -183,7 +183,7 @@ stop_bytes = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
 @given(
     ids=st.lists(
         st.one_of(st.sampled_from([2767, 905, 19556, 17, 48124, *PARTS]), any_id), max_size=25

@@ -81,7 +81,7 @@ def test_a_client_that_leaves_inside_its_body_takes_no_slot(asker, server, wire)
     for path in GENERATING:
         gone = wire(server)
         gone.sock.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode()
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{".encode()
         )
         gone.close()
     server.wait_idle()
@@ -174,7 +174,7 @@ def test_a_client_that_sends_half_a_body_takes_no_slot_D6(asker, server, wire):
     halves = [wire(server) for _ in range(40)]
     for half in halves:
         half.sock.sendall(
-            b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{"prompt":'
+            b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{"prompt":'
         )
     assert asker.text(max_tokens=3)
     assert server.words("http")["in_flight"] == 0

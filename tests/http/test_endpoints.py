@@ -188,7 +188,8 @@ def test_histograms_of_the_metrics_are_cumulative(asker):
         by_process: dict[str, list[float]] = {}
         for sample in family.samples:
             if sample.name.endswith("_bucket"):
-                by_process.setdefault(sample.labels["process"], []).append(sample.value)
+                process = sample.labels.get("process", "")  # none: of all
+                by_process.setdefault(process, []).append(sample.value)
         for counts in by_process.values():
             assert counts == sorted(counts)
 

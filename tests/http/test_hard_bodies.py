@@ -61,7 +61,9 @@ def fields_of(server):
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=settings.default.max_examples * 3 // 2,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data(), path=st.sampled_from(list(BODIES)))
 def test_any_json_in_any_field_is_served_or_refused_before_the_200_D10(

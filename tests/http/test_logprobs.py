@@ -8,6 +8,10 @@ import math
 
 import pytest
 
+from shmserve.http.detokenizer import Pieces, TextStream
+from shmserve.http.logprobs import CompletionLogprobs, TokenLogprob, TokenTexts
+from shmserve.token_text import Decoding
+
 HALF = pytest.approx(math.log(0.5), abs=1e-6)
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -227,3 +231,32 @@ def test_long_prompts_are_scored_over_several_chunks(asker):
     choice = asker.complete(prompt=ids, prompt_logprobs=1, max_tokens=1)["choices"][0]
     assert len(choice["prompt_logprobs"]) == 3000
     assert all(entry is not None for entry in choice["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("echo", ["", "he llo"])
+def test_offsets_are_those_of_the_text_where_a_tokenizer_drops_the_first_blank(echo):
+    """SentencePiece writes a word with the blank before it; a text does not begin with one."""
+    words = [b"", b" he", b"llo", b" a", b".", "é".encode()[:1], "é".encode()[1:]]
+    decoding = Decoding(strips_leading_space=True)
+    pieces = Pieces(words, frozenset({0}), decoding)
+    offsets = CompletionLogprobs(TokenTexts(pieces, pieces))
+
+    def offsets_of(ids):
+        tokens = [TokenLogprob(token_id, -1.0) for token_id in ids]
+        return offsets.of(tokens, has_top=False)["text_offset"]
+
+    def characters_before(ids):
+        text, at, found = TextStream(pieces), 0, []
+        for token_id in ids:
+            found.append(at)
+            at += len(text.feed(token_id))
+        return found
+
+    if echo:
+        prompt = [0, 1, 3, 4]
+        assert offsets_of(prompt) == characters_before(prompt) == [0, 0, 2, 4]
+        offsets.begin(len(echo))
+    answer = [1, 2, 3, 5, 6, 4]
+    expected = [len(echo) + at for at in (0, 2, 5, 7, 7, 8)]
+    assert [len(echo) + at for at in characters_before(answer)] == expected
+    assert offsets_of(answer[:3]) + offsets_of(answer[3:]) == expected

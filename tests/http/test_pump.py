@@ -99,15 +99,18 @@ def test_stale_records_reach_nobody():
     asyncio.run(scenario())
 
 
-def test_a_record_of_an_unknown_kind_is_skipped():
+def test_a_record_of_an_unknown_kind_ends_its_request_only():
+    """It may have been its FINISH: who waited on would wait for ever."""
+
     async def scenario():
         async with Rings() as rings:
-            entry = await one(rings)
+            entry, other = await one(rings), await one(rings)
             strange = bytearray(tokens_record(entry.req_id, [1]))
             strange[20] = 77
-            rings.put(bytes(strange), tokens_record(entry.req_id, [2]))
-            await until(lambda: entry.token_ids, "tokens")
-            assert entry.token_ids == [2] and not entry.is_over
+            rings.put(bytes(strange), tokens_record(other.req_id, [2]))
+            await until(lambda: other.token_ids, "tokens")
+            assert entry.error.status == 500 and not other.is_over
+            assert rings.board["num_bad_records"] == 1
 
     asyncio.run(scenario())
 

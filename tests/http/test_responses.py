@@ -10,15 +10,7 @@ TOOL = {
     "name": "get_weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CALL = 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def caller(start_server, default_model, tmp_path_factory):
-    ids = default_model.tokenizer().encode(CALL, add_special_tokens=False).ids
-    path = tmp_path_factory.mktemp("tools") / "script.json"
-    path.write_text(json.dumps({1: [[i] for i in ids] + [[2]]}))
-    return start_server("--step-ms=1", f"--script={path}")
+CALLING = 2_000_005  # the seed of a call behind a word
 
 
 def client_of(server):
@@ -93,14 +85,14 @@ def test_usage_and_shape(asker, seed_of):
     assert (told["metadata"], told["store"]) == ({"a": "b"}, False)
 
 
-def test_function_call_is_an_item_of_its_own(caller):
-    fields = {"tools": [TOOL], "seed": 1, "max_output_tokens": 200}
-    told = plain(caller, **fields)
+def test_function_call_is_an_item_of_its_own(asker):
+    fields = {"tools": [TOOL], "seed": CALLING, "max_output_tokens": 200}
+    told = plain(asker, **fields)
     message, call = told["output"]
     assert message["content"][0]["text"] == "Look."
     assert (call["type"], call["name"]) == ("function_call", "get_weather")
     assert json.loads(call["arguments"]) == {"city": "Zürich"} and call["call_id"]
-    same(told, streamed(caller, **fields))
+    same(told, streamed(asker, **fields))
 
 
 def test_conversation_with_calls_reaches_the_prompt(asker):

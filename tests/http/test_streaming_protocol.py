@@ -124,14 +124,15 @@ def test_several_choices_keep_their_texts_apart_C7(asker):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=settings.default.max_examples * 2 // 5,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
+    # "Say": a prompt of nothing but control characters that the vocabulary has no token for is refused.
     prompt=st.text(
-        st.characters(blacklist_categories=["Cs"], blacklist_characters="\x00"),
-        min_size=1,
-        max_size=40,
-    ),
+        st.characters(blacklist_categories=["Cs"], blacklist_characters="\x00"), max_size=40
+    ).map("Say {}".format),
     seed=st.integers(0, 2**64 - 1),
     max_tokens=st.integers(1, 40),
     stop=st.lists(st.text("aeinorst ", min_size=1, max_size=3), max_size=4),
@@ -179,6 +180,59 @@ def test_usage_counts_a_prompt_once_and_kept_tokens_over_all_choices_G5(asker, s
     assert stopped["completion_tokens"] == 2
     chat = asker.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).json()["usage"]
     assert chat["prompt_tokens"] == 31
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 7},
+        {"max_tokens": 7, "n": 3},
+        {"max_tokens": 5, "prompt": ["Hello world", "Hi"]},
+        {"max_tokens": 20, "script": "twenty_at_once"},
+        {"max_tokens": 3, "script": "one_two_three_four_at_once"},
+        {"max_tokens": 9, "script": "dog_then_eos"},
+        {"max_tokens": 9, "stop": ["og d"], "logit_bias": {"2767": 100}},
+        {"max_tokens": 9, "echo": True},
+    ],
+)
+def test_usage_is_the_same_streamed_and_plain_and_adds_up_G5(asker, seed_of, fields):
+    script = fields.get("script")
+    body = {"prompt": "Hello world", "seed": seed_of(script) if script else 3, **fields}
+    body.pop("script", None)
+    whole = asker.complete(**body, return_token_ids=True)
+    usage = whole["usage"]
+    kept = [token for choice in whole["choices"] for token in choice["token_ids"]]
+    assert usage["completion_tokens"] == len(kept)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    events = asker.stream(**body, stream_options={"include_usage": True}).objects()
+    assert events[-1]["usage"] == usage and not events[-1]["choices"]
+    told = {"include_usage": True, "continuous_usage_stats": True}
+    if len(whole["choices"]) == 1:
+        counts = [e["usage"]["completion_tokens"] for e in asker.stream(**body, stream_options=told).objects()]  # fmt: skip
+        assert counts == sorted(counts) and counts[-1] == usage["completion_tokens"]
+
+
+def test_an_aborted_stream_has_counted_what_it_sent_G5(asker):
+    stream = asker.stream(
+        prompt="Hello world",
+        max_tokens=5_000,
+        ignore_eos=True,
+        request_id="g5",
+        return_token_ids=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    early = stream.take(3)
+    assert asker.post("/abort_request", {"rid": "g5"}).json() == {"num_aborted": 1}
+    *late, aborted, done = [*early, *stream.events()]
+    stream.leave()
+    assert done == "[DONE]" and "aborted" in aborted
+    num_tokens = 0
+    for event in map(json.loads, late):
+        if event["choices"]:
+            num_tokens += len(event["choices"][0].get("token_ids") or ())
+        assert event["usage"]["completion_tokens"] == num_tokens
+        assert event["usage"]["total_tokens"] == 2 + num_tokens
+    assert num_tokens >= 2
 
 
 def test_a_request_asked_for_over_http_1_0_streams_without_chunks_and_closes(server, wire):

@@ -16,36 +16,18 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-ANSWERS = {
-    1: 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀"}}\n</tool_call>',
-    2: '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>\n'
-    '<tool_call>{"name": "get_weather", "arguments": {"city": "B"}}</tool_call>',
-    3: "No tool is needed for 1 < 2.",
-    4: '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
-}
+CALL, TWO_CALLS, TEXT, OTHER_CALL = range(2_000_001, 2_000_005)  # seeds of `texts`
 QUESTION = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [WEATHER]}
 
 
-@pytest.fixture(scope="module")
-def caller(start_server, default_model, tmp_path_factory):
-    tokenizer = default_model.tokenizer()
-    script = {
-        seed: [[i] for i in tokenizer.encode(text, add_special_tokens=False).ids] + [[2]]
-        for seed, text in ANSWERS.items()
-    }
-    path = tmp_path_factory.mktemp("tools") / "script.json"
-    path.write_text(json.dumps(script))
-    return start_server("--step-ms=1", f"--script={path}")
-
-
-def plain(caller, **fields):
-    answer = caller.post("/v1/chat/completions", QUESTION | fields)
+def plain(asker, **fields):
+    answer = asker.post("/v1/chat/completions", QUESTION | fields)
     assert answer.status == 200, answer.body
     return answer.json()["choices"][0]
 
 
-def streamed(caller, **fields):
-    chunks = caller.stream("/v1/chat/completions", **(QUESTION | fields)).objects()
+def streamed(asker, **fields):
+    chunks = asker.stream("/v1/chat/completions", **(QUESTION | fields)).objects()
     choices = [chunk["choices"][0] for chunk in chunks]
     return message_of(choice["delta"] for choice in choices), choices
 
@@ -57,49 +39,49 @@ def calls_of(message):
     ]
 
 
-@pytest.mark.parametrize("seed", ANSWERS)
-def test_stream_adds_up_to_the_plain_answer(caller, seed):
-    choice = plain(caller, seed=seed)
-    message, choices = streamed(caller, seed=seed)
+@pytest.mark.parametrize("seed", [CALL, TWO_CALLS, TEXT, OTHER_CALL])
+def test_stream_adds_up_to_the_plain_answer(asker, seed):
+    choice = plain(asker, seed=seed)
+    message, choices = streamed(asker, seed=seed)
     assert message["content"] == choice["message"]["content"]
     assert calls_of(message) == calls_of(choice["message"])
     ends = [c["finish_reason"] for c in choices if c["finish_reason"] is not None]
     assert ends == [choice["finish_reason"]]
 
 
-def test_call_is_told_with_its_arguments_and_the_finish_says_so(caller):
-    choice = plain(caller, seed=1)
+def test_call_is_told_with_its_arguments_and_the_finish_says_so(asker):
+    choice = plain(asker, seed=CALL)
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me look."
     assert calls_of(choice["message"]) == [("get_weather", {"city": "Zürich 😀"})]
 
 
-def test_parallel_calls_are_all_told_unless_they_are_off(caller):
-    assert len(calls_of(plain(caller, seed=2)["message"])) == 2
-    assert len(calls_of(plain(caller, seed=2, parallel_tool_calls=False)["message"])) == 1
+def test_parallel_calls_are_all_told_unless_they_are_off(asker):
+    assert len(calls_of(plain(asker, seed=TWO_CALLS)["message"])) == 2
+    assert len(calls_of(plain(asker, seed=TWO_CALLS, parallel_tool_calls=False)["message"])) == 1
 
 
-def test_text_and_calls_of_unknown_functions_are_content(caller):
-    choice = plain(caller, seed=3)
-    assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWERS[3], "stop")
-    assert plain(caller, seed=4)["message"]["content"] == ANSWERS[4]
+def test_text_and_calls_of_unknown_functions_are_content(asker, texts):
+    choice = plain(asker, seed=TEXT)
+    assert (choice["message"]["content"], choice["finish_reason"]) == (texts[TEXT], "stop")
+    assert plain(asker, seed=OTHER_CALL)["message"]["content"] == texts[OTHER_CALL]
 
 
-def test_without_tools_or_with_choice_none_a_call_is_text(caller):
+def test_without_tools_or_with_choice_none_a_call_is_text(asker, texts):
     for fields in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
-        assert plain(caller, seed=1, **fields)["message"]["content"] == ANSWERS[1]
+        assert plain(asker, seed=CALL, **fields)["message"]["content"] == texts[CALL]
 
 
-def test_arguments_are_streamed_in_pieces(caller):
-    _, choices = streamed(caller, seed=1)
+def test_arguments_are_streamed_in_pieces(asker):
+    _, choices = streamed(asker, seed=CALL)
     pieces = [c["delta"] for c in choices if c["delta"].get("tool_calls")]
     assert len(pieces) > 3
     assert pieces[0]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": ""}
 
 
-def test_logprobs_of_every_token_are_there_though_the_text_is_split(caller):
-    choice = plain(caller, seed=1, logprobs=True)
-    _, choices = streamed(caller, seed=1, logprobs=True)
+def test_logprobs_of_every_token_are_there_though_the_text_is_split(asker):
+    choice = plain(asker, seed=CALL, logprobs=True)
+    _, choices = streamed(asker, seed=CALL, logprobs=True)
     entries = [e for c in choices if c["logprobs"] for e in c["logprobs"]["content"]]
     assert entries == choice["logprobs"]["content"]
 
@@ -129,23 +111,23 @@ def test_logprobs_of_every_token_are_there_though_the_text_is_split(caller):
         ),
     ],
 )  # fmt: skip
-def test_bad_tools_are_refused_by_name(caller, fields, param):
-    answer = caller.post("/v1/chat/completions", QUESTION | fields)
+def test_bad_tools_are_refused_by_name(asker, fields, param):
+    answer = asker.post("/v1/chat/completions", QUESTION | fields)
     assert answer.status == 400
     assert answer.error()["param"] == param
 
 
-def test_schema_of_a_forced_call_that_cannot_be_honoured_is_refused_before_the_answer(caller):
+def test_schema_of_a_forced_call_that_cannot_be_honoured_is_refused_before_the_answer(asker):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}
     for stream in (False, True):
-        answer = caller.post(
+        answer = asker.post(
             "/v1/chat/completions",
             QUESTION | {"tools": [tool], "tool_choice": "required", "stream": stream},
         )
         assert answer.status == 400 and "wrong" in answer.error()["message"]
 
 
-def test_a_conversation_with_calls_and_results_is_taken(caller):
+def test_a_conversation_with_calls_and_results_is_taken(asker, texts):
     call = {
         "id": "call_1",
         "type": "function",
@@ -156,7 +138,7 @@ def test_a_conversation_with_calls_and_results_is_taken(caller):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
-    assert plain(caller, seed=3, messages=messages)["message"]["content"] == ANSWERS[3]
+    assert plain(asker, seed=TEXT, messages=messages)["message"]["content"] == texts[TEXT]
 
 
 def test_a_template_that_knows_no_tools_is_told_in_words():

@@ -1,12 +1,7 @@
-"""Small things that wake tasks: Signal and Turnstile; and the verdict on who comes in."""
+"""Small things that wake tasks: Signal and Turnstile."""
 
 import asyncio
-from types import SimpleNamespace
 
-import pytest
-
-from shmserve.http.admission import Admission
-from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import Signal
 from shmserve.http.turnstile import MOST_WAIT_S, Turnstile
 
@@ -83,6 +78,24 @@ def test_who_has_tokens_goes_before_who_begins():
     asyncio.run(scenario())
 
 
+def test_connections_take_turns_with_requests_however_many_of_these_wait():
+    async def scenario():
+        turnstile, order = Turnstile(lambda: False), []
+
+        async def handler(name, is_connection):
+            await turnstile.turn(has_tokens=False, is_connection=is_connection)
+            order.append(name)
+
+        tasks = [asyncio.create_task(handler(f"r{i}", False)) for i in range(6)]
+        tasks += [asyncio.create_task(handler(f"c{i}", True)) for i in range(2)]
+        await asyncio.gather(*tasks)
+        assert order[1:5] in (["r1", "c0", "r2", "c1"], ["c0", "r1", "c1", "r2"])
+        assert order[5:] == ["r3", "r4", "r5"]
+        assert turnstile.num_waiting == 0
+
+    asyncio.run(scenario())
+
+
 def test_while_the_pump_is_behind_requests_begin_at_the_slow_rate_and_then_at_once():
     async def scenario():
         behind = True
@@ -129,79 +142,3 @@ def test_a_handler_that_is_cancelled_in_line_takes_nobodys_turn():
         assert done == [0, 3] and turnstile.num_waiting == 0
 
     asyncio.run(scenario())
-
-
-class FakeClient:
-    """What Admission asks a WorkerClient."""
-
-    def __init__(self):
-        self.in_flight = {}
-        self.num_waiting = 0
-        self.link = SimpleNamespace(worker=0, state="ready", phase="", fraction=0.0)
-        self.links = {0: self.link}
-        self.refused = 0
-        self.board = SimpleNamespace(add=self._count)
-
-    def _count(self, name):
-        assert name == "num_refused"
-        self.refused += 1
-
-    def serving(self):
-        return self.link if self.link.state == "ready" else None
-
-
-def refusal(admission, count=1):
-    with pytest.raises(ApiError) as refused:
-        admission.admit(count)
-    return refused.value
-
-
-def test_run_slots_and_the_queue_are_what_may_be_in_flight():
-    client = FakeClient()
-    admission = Admission(client, 2, 3)
-    for number in range(5):
-        admission.admit(1)
-        client.in_flight[number] = None
-    error = refusal(admission)
-    assert (error.status, error.code, error.type) == (503, "queue_full", "overloaded_error")
-    assert error.retry_after_s >= 1 and client.refused == 1
-    del client.in_flight[0]
-    admission.admit(1)
-    assert refusal(admission, 2).code == "queue_full"
-    assert refusal(admission, 6).status == 400
-
-
-def test_draining_comes_before_everything_and_can_be_retried():
-    client = FakeClient()
-    admission = Admission(client, 2, 3)
-    admission.is_draining = True
-    error = refusal(admission)
-    assert (error.status, error.code, error.retry_after_s) == (503, "draining", 1)
-
-
-@pytest.mark.parametrize(
-    ("state", "code", "words"),
-    [("loading", "loading", "40%"), ("dead", "no_worker", "dead"), ("hung", "no_worker", "hung")],
-)
-def test_without_a_worker_the_refusal_says_what_it_does_instead(state, code, words):
-    client = FakeClient()
-    client.link.state, client.link.phase, client.link.fraction = state, "reading weights", 0.4
-    error = refusal(Admission(client, 2, 3))
-    assert (error.status, error.code, error.retry_after_s) == (503, code, 1)
-    assert words in error.message
-
-
-def test_retry_after_follows_the_rate_of_finishes():
-    client = FakeClient()
-    admission = Admission(client, 1, 4)
-    assert admission.retry_after_s() == 1
-    client.num_waiting = 4
-    now = [0.0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shmserve.http.admission.time.monotonic", lambda: now[0])
-        for second in range(0, 50, 10):
-            now[0] = float(second)
-            admission.note_finish()
-        assert admission.retry_after_s() == 8  # five in 40 s, one place too few
-        now[0] = 10_000.0
-        assert admission.retry_after_s() == 60

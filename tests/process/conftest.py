@@ -17,7 +17,13 @@ from typing import Any
 import pytest
 
 from shmserve.instance_socket import InstanceError, ask, runtime_dir
+from shmserve.rings.board import BoardReader
+from shmserve.rings.observe import boards_of
 from shmserve.rings.segment import names
+
+HERE = str(Path(__file__).resolve().parent)
+if HERE not in sys.path:  # asking.py, strange_worker.py
+    sys.path.insert(0, HERE)
 
 DRIVER = str(Path(__file__).with_name("run_supervisor.py"))
 PATIENCE_S = 30.0
@@ -46,6 +52,21 @@ def _until(condition: Callable[[], Any], what: str) -> Any:
 def until() -> Callable[..., Any]:
     """until(condition, what): waits for it, and gives its first true value."""
     return _until
+
+
+@pytest.fixture
+def words_of() -> Callable[[Server, str], dict[str, int]]:
+    """words_of(server, role): the words of the board of its child number 0 of this role, as it lives now."""
+
+    def read(server: Server, role: str) -> dict[str, int]:
+        (name,) = [n for n in boards_of(server.name) if f".{role}0." in n]
+        reader = BoardReader.attach(name)
+        try:
+            return reader.words()
+        finally:
+            reader.close()
+
+    return read
 
 
 @pytest.fixture
@@ -132,9 +153,10 @@ class Server:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """An environment with a runtime directory of its own."""
+    """An environment with a runtime and a state directory of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SHMSERVE_")}
-    return env | {"XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    own = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+    return env | own | {"PYTHONPATH": os.getcwd()}
 
 
 @pytest.fixture
@@ -153,6 +175,8 @@ def start(
         extra_environ: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
+        strange: str = "",
+        restarts: Mapping[str, float] | None = None,
     ) -> Server:
         name = name or f"test-{os.getpid()}-{len(servers)}"
         rings = {"token_slots": 64, "submit_slots": 16}
@@ -162,6 +186,8 @@ def start(
             "modes": dict(modes or {}),
             "prepare_s": prepare_s,
             "external": external,
+            "strange": strange,
+            "restarts": dict(restarts or {}),
         }
         argv = [*wrapper, sys.executable, DRIVER, json.dumps(options)]
         servers.append(Server(argv, environ | dict(extra_environ or {}), name, pass_fds))

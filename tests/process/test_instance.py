@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -168,6 +169,38 @@ def test_service_manager_hears_progress_ready_watchdog_and_stopping(
         while not any("STOPPING=1" in text for text in heard):
             heard.append(manager.recv(4096).decode())
         assert server.wait() == 0
+
+
+def test_watchdog_is_withheld_while_a_child_is_stopped_and_only_then(
+    start: Start, tmp_path: Path, until: Any
+) -> None:
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(path)
+        server = start(extra_environ={"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "400000"})
+        server.wait_ready()
+
+        def heard(timeout_s: float) -> list[str]:
+            """What comes until nothing came for so long, or WATCHDOG=1 did."""
+            texts: list[str] = []
+            manager.settimeout(timeout_s)
+            try:
+                while "WATCHDOG=1" not in texts:
+                    texts.append(manager.recv(4096).decode())
+            except TimeoutError:
+                pass  # silence is an answer
+            return texts
+
+        assert "WATCHDOG=1" in heard(30)
+        worker = server.child("worker")["pid"]
+        os.kill(worker, signal.SIGSTOP)
+        until(lambda: server.child("worker")["state"] == "stopped", "the news")
+        manager.setblocking(False)
+        while select.select([manager], [], [], 0)[0]:
+            manager.recv(4096)
+        assert "WATCHDOG=1" not in heard(0.6)  # a dozen were due
+        os.kill(worker, signal.SIGCONT)
+        assert "WATCHDOG=1" in heard(30)
 
 
 def test_sockets_from_systemd_are_served(start: Start) -> None:

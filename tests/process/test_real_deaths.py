@@ -47,6 +47,7 @@ def test_worker_killed_ends_every_request_well_and_a_new_one_serves_J5(
     assert api.stream(max_tokens=3).rest()[-1] == "[DONE]"
 
 
+@pytest.mark.slow
 def test_health_is_503_with_the_reason_until_the_new_worker_is_ready_J5(
     serve: Serve, client: Any, until: Any
 ) -> None:
@@ -61,6 +62,7 @@ def test_health_is_503_with_the_reason_until_the_new_worker_is_ready_J5(
     until(lambda: client(server).get("/ready").status == 200, "ready again")
 
 
+@pytest.mark.slow
 def test_front_end_killed_keeps_the_worker_and_the_port(
     serve: Serve, client: Any, until: Any
 ) -> None:
@@ -93,7 +95,8 @@ def test_stopped_worker_is_unhealthy_and_goes_on_where_it_was_J5(
     assert server.pids("worker") == [worker]
 
 
-@pytest.mark.parametrize("phase", [pytest.param("idle", marks=pytest.mark.slow), "decode"])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["idle", "decode"])
 def test_supervisor_killed_takes_everybody_along_and_a_new_start_works_J1(
     serve: Serve, client: Any, until: Any, is_alive: Any, free_port: int, phase: str
 ) -> None:

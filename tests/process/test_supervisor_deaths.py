@@ -140,6 +140,21 @@ def test_worker_that_dies_five_times_ends_the_instance_with_the_reason(start: St
     assert server.leftovers() == []
 
 
+def test_restarts_that_do_not_help_end_the_instance_with_the_reason(start: Start) -> None:
+    """With three deaths and short delays, so that it does not take long: the loop of restarts is guarded."""
+    server = start(
+        modes={"worker": "crashes_when_ready"},
+        restarts={"MOST_DEATHS": 3, "LONGEST_DELAY_S": 0.1},
+    )
+    assert server.wait() == 1
+    (line,) = [line for line in server.output().splitlines() if "error:" in line]
+    assert "worker 0" in line and "exited with code 5" in line
+    assert "3 deaths in 300 s are too many" in line
+    assert server.output().count("the next one starts in 0.1 s") == 2
+    assert server.leftovers() == []
+
+
+@pytest.mark.slow
 def test_child_that_leaves_its_link_is_a_death_with_its_exit_code(start: Start, until: Any) -> None:
     server = start(modes={"worker": "crashes_when_ready"})
     until(lambda: "worker 0" in server.output() and "died" in server.output(), "a death")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import socket
@@ -88,7 +90,7 @@ def test_second_signal_cuts_a_drain_and_says_how_many(start: Start, until: Any) 
     until(lambda: server.told()["draining"], "the front end drains")
     os.kill(server.pid, signal.SIGTERM)
     assert server.wait() == 0
-    assert "1 requests in flight are cut" in server.output()
+    assert "ended; 1 request was cut" in server.output()
     assert server.leftovers() == []
 
 
@@ -111,9 +113,16 @@ def test_children_that_ignore_stop_are_killed(start: Start) -> None:
     assert server.leftovers() == []
 
 
-def test_signal_while_the_model_is_prepared_ends_cleanly(start: Start, until: Any) -> None:
-    server = start(prepare_s=60)
+def test_signal_while_the_model_is_prepared_ends_cleanly_and_clients_were_told_how_far_it_is(
+    start: Start, until: Any, free_port: int
+) -> None:
+    server = start(prepare_s=60, config={"http": {"port": free_port}})
     until(lambda: "preparing" in server.output(), "preparing")
+    connection = http.client.HTTPConnection("127.0.0.1", free_port, timeout=30)
+    connection.request("GET", "/ready")
+    response = connection.getresponse()
+    assert (response.status, json.loads(response.read())["phase"]) == (503, "preparing")
+    connection.close()
     os.kill(server.pid, signal.SIGTERM)
     os.kill(server.pid, signal.SIGTERM)
     assert server.wait() == 128 + signal.SIGTERM

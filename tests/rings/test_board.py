@@ -5,6 +5,8 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shmserve.rings import layout as L
 from shmserve.rings.board import Board, BoardReader, BoardSpec, HistogramReading
@@ -12,6 +14,7 @@ from shmserve.rings.channel import Ring, RingShape
 from shmserve.rings.observe import RingView
 from shmserve.rings.segment import SegmentError
 
+ROSTER = ("key", "bytes")
 SPEC = BoardSpec(words=("heartbeat_ns", "steps"), histograms={"step_us": (10, 100), "one": (1,)})
 
 
@@ -134,6 +137,31 @@ def test_unfinished_board_cannot_be_attached(board):
         BoardReader.attach(board.segment.name)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    damage=st.lists(st.tuples(st.integers(128, 700), st.integers(0, 255)), min_size=1, max_size=5),
+    size=st.one_of(st.none(), st.integers(0, 2**64 - 1)),
+)
+def test_a_board_whose_writer_wrote_anywhere_is_refused_or_read(board, num_fds, damage, size):
+    """Its readers are other processes, which must outlive it."""
+    before = num_fds()
+    whole = bytes(board.segment.mapping)
+    for at, value in damage:
+        board.segment.mapping[at % len(whole)] = value
+    if size is not None:
+        board.words[4] = size
+    try:
+        reader = BoardReader.attach(board.segment.name)
+    except SegmentError as error:
+        assert "table" in str(error) or "not a board" in str(error)
+    else:
+        assert reader.words() and reader.histograms() is not None
+        reader.close()
+    finally:
+        board.segment.mapping[:] = whole
+    assert num_fds() == before
+
+
 def test_board_that_is_not_there_is_one_clear_error(instance):
     with pytest.raises(SegmentError, match=r"cannot open shared memory .*No such file"):
         BoardReader.attach(Board.name(instance, 9, "http", 0))
@@ -151,3 +179,87 @@ def test_board_with_thousands_of_cells_finds_each_of_them(instance):
     board.segment.unlink()
     reader.close()
     board.close()
+
+
+@pytest.fixture
+def roster_board(instance):
+    spec = BoardSpec(("w",), {"h": (1,)}, {"slow": (3, ROSTER), "none": (0, ROSTER)})
+    board = Board.create(Board.name(instance, 1, "http", 0), spec, 1)
+    yield board
+    board.segment.unlink()
+    board.close()
+
+
+@pytest.fixture
+def roster_reader(roster_board):
+    reader = BoardReader.attach(roster_board.segment.name)
+    yield reader
+    reader.close()
+
+
+def test_roster_shows_the_rows_that_are_there_and_no_others(roster_board, roster_reader):
+    slow = roster_board.rosters["slow"]
+    assert roster_reader.roster("slow") == []
+    slow.enter(0, 7, 100)
+    slow.enter(2, 2**64 - 1, 2**63)
+    assert roster_reader.roster("slow") == [
+        {"key": 7, "bytes": 100},
+        {"key": 2**64 - 1, "bytes": 2**63},
+    ]
+    slow.leave(0)
+    slow.enter(2, 9, 1)
+    assert roster_reader.roster("slow") == [{"key": 9, "bytes": 1}]
+    slow.clear()
+    assert roster_reader.roster("slow") == []
+    roster_board["w"] = 5
+    roster_board.histograms["h"].observe_one(0)
+    assert roster_reader.roster("slow") == []  # their cells are not its own
+
+
+def test_row_that_a_roster_does_not_have_is_not_shown_and_harms_nobody(roster_board, roster_reader):
+    before = bytes(roster_board.segment.mapping)
+    for name in ("slow", "none"):
+        roster = roster_board.rosters[name]
+        roster.enter(roster.num_rows, 1, 2)
+        roster.leave(roster.num_rows)
+    assert bytes(roster_board.segment.mapping) == before
+    assert roster_reader.roster("none") == roster_reader.roster("no such roster") == []
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2])
+def test_row_that_changes_under_its_reader_is_whole_or_left_out(roster_board, roster_reader, moment):
+    """Its loads are: the key, the row, the key again."""
+    roster_board.rosters["slow"].enter(0, 7, 100)
+    words, num_loads = roster_reader._words, 0
+
+    class Changing:
+        def __getitem__(self, index):
+            nonlocal num_loads
+            value = words[index]
+            if num_loads == moment:
+                roster_board.rosters["slow"].enter(0, 8, 200)
+            num_loads += 1
+            return value
+
+    roster_reader._words = Changing()
+    old, new = [{"key": 7, "bytes": 100}], [{"key": 8, "bytes": 200}]
+    assert roster_reader.roster("slow") in ((old,) if moment == 2 else ([], new))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    damage=st.lists(st.tuples(st.integers(128, 400), st.integers(0, 255)), min_size=1, max_size=5)
+)
+def test_a_damaged_roster_is_refused_or_read(roster_board, damage):
+    whole = bytes(roster_board.segment.mapping)
+    for at, value in damage:
+        roster_board.segment.mapping[at] = value
+    try:
+        reader = BoardReader.attach(roster_board.segment.name)
+    except SegmentError as error:
+        assert "table" in str(error)
+    else:
+        assert isinstance(reader.roster("slow"), list)
+        reader.close()
+    finally:
+        roster_board.segment.mapping[:] = whole

@@ -11,7 +11,7 @@ from shmserve.rings import layout as L
 from shmserve.rings import wakeup
 from shmserve.rings.channel import Channel, Ring, RingShape
 from shmserve.rings.segment import SegmentError, names
-from shmserve.rings.wakeup import Counter
+from shmserve.rings.wakeup import Counter, RingProtocolError
 
 SUBMIT, TOKENS = RingShape(64, 4), RingShape(8, 16)
 
@@ -243,6 +243,14 @@ def test_counter_hands_over_the_sum_once():
         counter.add(count)
     assert counter.take() == 2**40 + 3
     assert counter.take() == 0
+    counter.close()
+
+
+def test_a_counter_that_the_peer_has_filled_is_its_fault():
+    counter = Counter.create()
+    counter.add(2**64 - 2)
+    with pytest.raises(RingProtocolError, match="filled"):
+        counter.add(1)
     counter.close()
 
 

@@ -414,6 +414,7 @@ def test_machine_finds_a_hand_over_by_cursor_where_stores_are_reordered():
         search(ReorderedStores, **BY_CURSOR)
 
 
+@pytest.mark.slow
 def test_hand_over_by_cursor_is_right_where_stores_keep_their_order():
     """So a test on x86-64 could never show why the counter carries the hand-over: only the model does."""
     search(Interleavings, max_examples=100, **BY_CURSOR)

@@ -230,3 +230,41 @@ def test_rings_and_boards_of_an_instance_are_found_by_name_and_no_others(instanc
     assert rings_of(instance) == boards_of(instance) == []
     for made in (channel, other, board):
         made.close()
+
+
+@pytest.mark.parametrize("start", range(9))
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 11])
+def test_copy_holds_all_that_is_left_in_order_wherever_the_ring_stands(ring, view, start, count):
+    words = ring.segment.words()
+    for word in (L.W_CLAIM_CURSOR, L.W_WRITE_CURSOR, L.W_READ_CURSOR):
+        words[word] = start
+    producer, consumer = ring.producer(), ring.consumer()
+    for number in range(start, start + count):
+        assert producer.try_write(slot(number), 1)
+        consumer.poll()
+        consumer.release(1)
+    copy = view.copy()
+    held = [int.from_bytes(copy.slot(i), "little") for i in range(copy.num_slots)]
+    assert held[len(held) - min(count, 8) :] == list(range(start + count))[-min(count, 8) :][:count]
+    assert copy.first + copy.num_slots == start + count
+    assert copy.num_slots == min(8, start + count)
+    assert (copy.num_torn, copy.has_producer, copy.has_consumer) == (0, True, True)
+
+
+def test_copy_leaves_out_what_is_claimed_over_and_says_how_much_is(ring, view):
+    producer = ring.producer()
+    for number in range(8):
+        producer.try_write(slot(number), 1)
+    ring.segment.words()[L.W_CLAIM_CURSOR] = 11  # as if it died, or is, in the copy of three more
+    copy = view.copy()
+    assert (copy.first, copy.num_slots, copy.num_torn) == (3, 5, 3)
+    assert copy.slot(0) == slot(3)
+
+
+@pytest.mark.parametrize("claimed", [0, 2**63, 2**64 - 1])
+def test_copy_of_lying_cursors_is_bounded(ring, view, claimed):
+    ring.producer().try_write(batch(0, 5), 5)
+    ring.segment.words()[L.W_CLAIM_CURSOR] = claimed
+    copy = view.copy()
+    assert copy.num_slots <= 8
+    assert copy.num_torn <= 8

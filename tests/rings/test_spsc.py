@@ -285,6 +285,20 @@ def test_more_credits_than_slots_sent_is_a_protocol_error(bare_ring):
     assert ring.words[L.W_CLAIM_CURSOR] == 8
 
 
+def test_what_a_lie_announced_is_neither_owed_nor_free_at_the_next_look(bare_ring):
+    ring = bare_ring(8)
+    assert ring.producer.try_write(batch(0, 6), 6)
+    assert ring.consumer.poll() == 6
+    ring.data.add(1 << 40)
+    with pytest.raises(RingProtocolError):
+        ring.consumer.poll()
+    assert ring.consumer.poll() == 6
+    ring.credits.add(1 << 40)
+    with pytest.raises(RingProtocolError):
+        ring.producer.try_write(batch(6, 4), 4)
+    assert not ring.producer.try_write(batch(6, 4), 4)
+
+
 def test_lying_cursors_change_neither_sides_decisions(bare_ring):
     ring = bare_ring(4)
     assert ring.producer.try_write(batch(0, 2), 2)

@@ -3,6 +3,7 @@
     offered = read + merged away + dropped + refused        each token once, in order, with its own time
 
 The reader checks every token by itself (`sides.py`); here the counts of both sides and of the ring's own words are added up.
+`make test` sends a twentieth of the records, `make test-all` also the whole million.
 """
 
 import json
@@ -24,6 +25,11 @@ ROOT = Path(shmserve.__file__).parents[1]
 CAPACITY = 64
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(params=[50_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def num_records(request) -> int:
+    return request.param
 
 
 @pytest.fixture
@@ -71,9 +77,9 @@ def run_sides():
     assert names(f"shmserve.{instance}") == []
 
 
-def check_tokens(said, seen, words):
+def check_tokens(said, seen, words, num_records):
     offered = said["offered_records"] + said["kept_slots"]
-    assert offered >= 1_000_000
+    assert offered >= num_records
     assert seen["num_slots"] == words["write_cursor"]
     assert offered == seen["num_slots"] + words["coalesced"] + words["dropped"]
     assert said["offered_tokens"] == seen["num_tokens"] + said["dropped_tokens"]
@@ -81,18 +87,18 @@ def check_tokens(said, seen, words):
     assert said["num_dropped_keys"] == seen["num_dropped"]
 
 
-def test_coalescing_loses_nothing(run_sides):
-    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "coalesce", 11, 1_000_000)
-    check_tokens(said, seen, words)
+def test_coalescing_loses_nothing(run_sides, num_records):
+    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "coalesce", 11, num_records)
+    check_tokens(said, seen, words, num_records)
     assert words["dropped"] == words["blocked_ns"] == said["dropped_tokens"] == 0
     assert words["coalesced"] > said["offered_records"] // 20
     assert seen["num_full"] > seen["num_rounds"] // 2
     assert seen["largest"] == 8
 
 
-def test_blocking_loses_nothing(run_sides):
-    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "block", 22, 1_000_000, patience=0)
-    check_tokens(said, seen, words)
+def test_blocking_loses_nothing(run_sides, num_records):
+    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "block", 22, num_records, patience=0)
+    check_tokens(said, seen, words, num_records)
     assert words["dropped"] == said["dropped_tokens"] == 0
     assert (
         words["blocked_ns"] > 0
@@ -100,9 +106,9 @@ def test_blocking_loses_nothing(run_sides):
     assert words["coalesced"] > 0  # the reader's naps are longer than the deadline
 
 
-def test_dropping_ends_a_request_and_never_leaves_a_hole(run_sides):
-    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "drop", 33, 750_000)
-    check_tokens(said, seen, words)
+def test_dropping_ends_a_request_and_never_leaves_a_hole(run_sides, num_records):
+    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "drop", 33, num_records * 3 // 4)
+    check_tokens(said, seen, words, num_records)
     assert words["coalesced"] == words["blocked_ns"] == 0
     assert words["dropped"] == said["num_dropped_keys"] > said["offered_records"] // 100
     assert said["num_keys"] > said["num_dropped_keys"]  # others came to their end meanwhile
@@ -118,22 +124,24 @@ def check_units(said, seen, words):
     assert seen["num_full"] > seen["num_rounds"] // 2
 
 
-def test_units_that_were_refused_at_once_were_not_written_and_all_others_were(run_sides):
-    said, seen, words = run_sides("units", 64, "refuse", 44, 250_000)
+def test_units_that_were_refused_at_once_were_not_written_and_all_others_were(
+    run_sides, num_records
+):
+    said, seen, words = run_sides("units", 64, "refuse", 44, num_records // 4)
     check_units(said, seen, words)
     assert said["refused"] > said["accepted"] // 20
-    assert said["kept"] > 1000
+    assert said["kept"] > num_records // 1000
 
 
-def test_units_that_waited_for_room_were_written_or_refused_and_never_both(run_sides):
-    said, seen, words = run_sides("units", 64, "wait", 55, 250_000)
+def test_units_that_waited_for_room_were_written_or_refused_and_never_both(run_sides, num_records):
+    said, seen, words = run_sides("units", 64, "wait", 55, num_records // 4)
     check_units(said, seen, words)
     assert said["refused"] > 0
-    assert said["accepted"] > 50_000
+    assert said["accepted"] > num_records // 20
 
 
-def test_kept_units_are_never_lost_or_split(run_sides):
-    said, seen, words = run_sides("units", 64, "keep", 66, 250_000)
+def test_kept_units_are_never_lost_or_split(run_sides, num_records):
+    said, seen, words = run_sides("units", 64, "keep", 66, num_records // 4)
     check_units(said, seen, words)
     assert said["refused"] == 0
     assert said["kept"] == said["accepted"]

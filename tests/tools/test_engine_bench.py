@@ -19,7 +19,7 @@ from click import BadParameter
 from engine_servers import Load, Server, figures, is_whole, make_prompts, our_server, run
 from frontend_servers import free_port
 
-from shmserve.loadgen import RequestResult
+from shmserve.load_report import RequestResult
 
 FAKE = Path(__file__).with_name("fake_completions.py")
 

@@ -11,8 +11,13 @@ import pytest
 from bench_common import command_line, compile_c
 from bench_floor import DEFAULT_FRAME
 from bench_frontend import Settings, bars_of, measure_pair
+from frontend_features import FEATURES, PLAIN
 from frontend_run import EmissionLog, Stream, StreamRun, Window, run_client, tokens_per_s
 from frontend_servers import FloorServer, OurServer
+
+from shmserve.http.fields import decode
+from shmserve.http.openai.schemas import UNSUPPORTED_CHAT, ChatRequest
+from shmserve.http.structured import asked_for
 
 CORE = 0
 
@@ -212,6 +217,15 @@ def test_bars_know_their_batches_and_fail_above_their_limits():
     }
     assert [bar.holds for bar in bars_of([row], 4.48)] == [False, True, False, True, False]
     assert len(bars_of([{**row, "batch": 8}], 4.48)) == 4
+    assert bars_of([{**row, "feature": "stop"}], 4.48) == [], "the promises are those of plain text"
+
+
+def test_every_feature_is_a_request_that_chat_completions_take():
+    for name, extra in FEATURES.items():
+        body = {"messages": [{"role": "user", "content": "x"}], **extra}
+        parsed, ignored = decode(json.dumps(body).encode(), ChatRequest, UNSUPPORTED_CHAT)
+        assert not ignored and (name == PLAIN or extra)
+        assert bool(asked_for(parsed)) == (name == "grammar")
 
 
 def stream_of(arrivals_ns: list[int]) -> Stream:

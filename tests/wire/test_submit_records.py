@@ -56,7 +56,7 @@ def test_golden_submit():
         presence_penalty=-1.0, repetition_penalty=2.0, seed=0xA1A2A3A4A5A6A7A8, min_tokens=0x11,
         ignore_eos=True, stop=(b"END", b"\xff"), stop_token_ids=(7,), include_stop=True,
         skip_special_tokens=True, logit_bias=((5, 100.0),), num_logprobs=3, priority=-1,
-        prompt_logprobs=2, num_speculative_tokens=7,
+        prompt_logprobs=2, num_speculative_tokens=7, allowed_token_ids=(1, 2), bad_words=((3,), (4, 5)),
     )  # fmt: skip
     data, num_slots = pack_submit(
         Submit(
@@ -71,7 +71,7 @@ def test_golden_submit():
         )
     )
     head = bytes.fromhex(
-        "0807060504030201 01 07 0100 68000000 2200000000000000"  # req_id kind flags num_slots length time
+        "0807060504030201 01 07 0100 94000000 2200000000000000"  # req_id kind flags num_slots length time
         "2100000000000000 2300000000000000 a8a7a6a5a4a3a2a1"  # 24 arrival, deadline, seed
         "ffffffff 10000000 11000000"  # 48 priority, max_tokens, min_tokens
         "0000003f 0000803e 0000003e feffffff"  # 60 temperature, top_p, min_p, top_k
@@ -84,6 +84,9 @@ def test_golden_submit():
         "0200 0000 01000000 ff 000000"
         "0300 0000 04000000 07000000"  # stop ids
         "0500 0000 08000000 05000000 0000c842"  # logit_bias
+        "0600 0000 08000000 01000000 02000000"  # allowed ids
+        "0700 0000 04000000 03000000"  # bad words
+        "0700 0000 08000000 04000000 05000000"
         "0900 0000 04000000 73616c74"  # salt
         "0a00 0000 10000000 000102030405060708090a0b0c0d0e0f"  # digest
     )
@@ -143,10 +146,10 @@ def test_numbers_of_kinds_and_sections_do_not_change():
     ]  # fmt: skip
     assert [section.name for section in Section] == [
         "PROMPT_IDS", "STOP_STRING", "STOP_IDS", "STOP_REGEX", "LOGIT_BIAS", "ALLOWED_IDS", "BAD_IDS",
-        "GRAMMAR", "CACHE_SALT", "DIGEST",
+        "GRAMMAR", "CACHE_SALT", "DIGEST", "SHOWN_IDS",
     ]  # fmt: skip
     assert list(SubmitKind) == list(range(1, 8))
-    assert list(Section) == list(range(1, 11))
+    assert list(Section) == list(range(1, 12))
 
 
 # -- round trips -----------------------------------------------------------------------------------------------------------
@@ -163,6 +166,9 @@ params_of = st.builds(
     stop=st.lists(st.binary(min_size=1, max_size=40), max_size=6).map(tuple),
     stop_token_ids=st.lists(i4, max_size=40).map(tuple),
     logit_bias=st.lists(st.tuples(i4, f4), max_size=300).map(tuple),
+    allowed_token_ids=st.lists(i4, max_size=300).map(tuple),
+    shown_ids=st.lists(i4, max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(i4, min_size=1, max_size=9).map(tuple), max_size=9).map(tuple),
 )  # fmt: skip
 submits = st.builds(
     Submit,
@@ -232,9 +238,12 @@ def with_body(*sections: tuple[int, bytes], length: int | None = None) -> bytes:
         (with_body((3, b"abcde")), "no whole ids"),
         (with_body((5, b"abcd")), "no whole pairs"),
         (with_body((2, b"")), "empty stop"),
-        (with_body((6, b"")), "unknown section 6"),
+        (with_body((6, b"")), "no ids"),
+        (with_body((6, b"abc")), "no whole ids"),
+        (with_body((7, b"")), "no ids"),
         (with_body((0, b"")), "unknown section 0"),
-        (with_body((11, b"")), "unknown section 11"),
+        (with_body((12, b"")), "unknown section 12"),
+        (with_body((11, b"abc")), "no whole ids"),
         (with_body(length=2**32 - 1), "bytes of sections"),
         (with_body(length=ROOM + 1), "bytes of sections"),
         (with_body((9, b"salt"), length=16), "head is cut short"),

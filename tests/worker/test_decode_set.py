@@ -1,5 +1,6 @@
 """A decode set that goes on makes the batches that a new one would make."""
 
+import itertools
 from dataclasses import fields
 
 import numpy as np
@@ -128,6 +129,41 @@ def test_without_a_free_block_the_scheduler_decides():
     for _ in range(12):
         desk.step()
     assert desk.scheduler.num_preempted > 0
+
+
+def test_with_room_each_gets_its_next_block_at_the_beginning_of_a_plan_and_never_a_second():
+    desk = Desk(3, 4, 5, 6, 9)
+    free = []
+    for _ in range(6 * SIZE):
+        desk.step()
+        free.append(desk.scheduler.blocks.num_free)
+        for sequence in desk.sequences:
+            num_computed = int(desk.scheduler.columns.num_computed[sequence.row])
+            assert len(sequence.blocks) - -(-num_computed // SIZE) in (0, 1)
+    given = [(at, before - now) for at, (before, now) in enumerate(itertools.pairwise(free))]
+    given = [(at, count) for at, count in given if count][1:]
+    assert [count for _, count in given] == [len(desk.sequences)] * len(given)
+    assert {after - at for (at, _), (after, _) in itertools.pairwise(given)} == {SIZE}
+
+
+def test_where_blocks_are_few_nobody_has_one_before_it_is_needed():
+    desk = Desk(3, 5, 6, num_blocks=11)
+    for _ in range(6):
+        desk.step()
+        for sequence in desk.sequences:
+            num_computed = int(desk.scheduler.columns.num_computed[sequence.row])
+            assert len(sequence.blocks) == -(-num_computed // SIZE)
+    assert desk.scheduler.num_preempted == 0
+
+
+def test_blocks_of_a_plan_are_indexed_at_its_end():
+    desk = Desk(3, 6)
+    for _ in range(4 * SIZE):
+        desk.step()
+        columns = desk.scheduler.columns
+        for sequence in desk.sequences:
+            behind = int((columns.num_computed - columns.num_indexed)[sequence.row])
+            assert behind < 2 * SIZE
 
 
 def test_blocks_that_fill_are_found_by_the_next_prompt():

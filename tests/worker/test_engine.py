@@ -202,7 +202,7 @@ def test_a_submit_that_cannot_be_read_is_refused_and_a_living_request_is_left_al
     assert len(r.front.tokens[1]) == 6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples * 2 // 5, deadline=None)
 @given(
     st.lists(
         st.one_of(
@@ -648,7 +648,7 @@ actions_of = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=settings.default.max_examples * 6 // 5, deadline=None)
 @given(
     actions=actions_of,
     policy=st.sampled_from(POLICIES),

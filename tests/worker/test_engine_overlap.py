@@ -196,7 +196,7 @@ def act(r, kind, *args):
     return set()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples * 2 // 5, deadline=None)
 @given(acts=st.lists(ACTS, max_size=40), num_blocks=st.integers(12, 24))
 def test_whatever_happens_who_is_not_aborted_gets_the_same(new_rig, acts, num_blocks):
     """Both rigs hold the laws of scheduler and wire at every step; which step an abort meets may differ between them."""

@@ -11,8 +11,6 @@ import torch
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.worker.batch import Batch, PromptPart
-from shmserve.worker.hf_attention import UnfitAttentionError, window_of
-from shmserve.worker.hf_runner import HFRunner
 from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
 from shmserve.worker.sampling_state import SamplingState
 
@@ -127,7 +125,9 @@ def saved(config, folder: Path) -> Path:
     return folder
 
 
-def runner_of(folder: Path, **kwargs) -> HFRunner:
+def runner_of(folder: Path, **kwargs):
+    from shmserve.worker.hf_runner import HFRunner  # seconds: not for those who only collect tests
+
     model = PreparedModel(
         folder=folder,
         name="toy",
@@ -410,6 +410,8 @@ def test_a_gguf_file_is_refused(tmp_path):
 
 
 def test_a_mask_is_a_window_only_if_every_token_sees_as_many():
+    from shmserve.worker.hf_attention import UnfitAttentionError, window_of
+
     def causal(b, h, q, kv):
         return kv <= q
 

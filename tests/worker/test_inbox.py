@@ -14,7 +14,7 @@ from shmserve.rings import layout as L
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire import SUBMIT_SLOT_BYTES, Submit, SubmitKind, pack_control, pack_submit
-from shmserve.worker.inbox import Inbox
+from shmserve.worker.inbox import MOST_GLANCES, Inbox
 
 _numbers = itertools.count()
 
@@ -25,6 +25,7 @@ class Asked:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
         self.requests: list[Submit] = []
+        self.num_bad = 0
 
     def submit(self, request, http):
         self.requests.append(request)
@@ -42,6 +43,9 @@ class Asked:
 
     def set_paused(self, req_id, is_paused):
         self.calls.append(("set_paused", req_id, is_paused))
+
+    def note_bad(self):
+        self.num_bad += 1
 
     def flush_cache(self, req_id, http):
         self.calls.append(("flush_cache", req_id, http))
@@ -170,6 +174,24 @@ def test_counters_that_cannot_be_end_the_channel(way):
     way.channel.submit.data.add(9)
     with pytest.raises(RingProtocolError, match="announced 9 slots, the ring holds 8"):
         way.inbox.drain(way.asked)
+
+
+def test_a_glance_takes_what_was_written_and_reads_no_counter_while_there_is_nothing(way):
+    words = way.channel.submit.segment.words()
+    for req_id in range(1, 30):
+        assert way.inbox.glance(way.asked) == 0
+        way.put(submit_of(req_id), submit_of(100 + req_id))
+        assert way.inbox.glance(way.asked) == 2
+    assert [call[1] for call in way.asked.calls[:4]] == [1, 101, 2, 102]
+    assert words[L.W_WAKEUPS] == 29 and words[L.W_EMPTY_WAKEUPS] == 0
+
+
+def test_glances_find_out_a_peer_whose_cursor_stands_still(way):
+    way.channel.submit.data.add(9)
+    for _ in range(MOST_GLANCES):
+        assert way.inbox.glance(way.asked) == 0
+    with pytest.raises(RingProtocolError, match="announced 9 slots, the ring holds 8"):
+        way.inbox.glance(way.asked)
 
 
 def test_consumer_end_is_taken(way):

@@ -307,7 +307,7 @@ def batches(draw):
     return logits, [params(**one) for one in each], draw(st.integers(0, 2**31 - 1))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings.default.max_examples * 3 // 5)
 @given(batches())
 def test_a_row_gets_the_same_alone_in_a_batch_and_in_any_order(case):
     logits, each, position = case
@@ -320,7 +320,7 @@ def test_a_row_gets_the_same_alone_in_a_batch_and_in_any_order(case):
     assert turned.token_ids.tolist() == together.token_ids[order].tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings.default.max_examples * 3 // 5)
 @given(batches())
 def test_a_drawn_token_is_always_one_that_is_kept(case):
     logits, each, position = case
@@ -332,7 +332,7 @@ def test_a_drawn_token_is_always_one_that_is_kept(case):
         assert token in (kept[:1] if one.temperature == 0 else kept)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings.default.max_examples * 3 // 5)
 @given(batches())
 def test_the_kept_set_of_a_row_is_the_one_of_the_definition(case):
     logits, each, _ = case

@@ -133,11 +133,22 @@ class Scheduling(RuleBasedStateMachine):
     def abort(self, data):
         self.scheduler.remove(data.draw(st.sampled_from(self.alive())))
 
-    @precondition(lambda self: self.scheduler.running)
+    @precondition(alive)
     @rule(data=st.data(), yields=st.booleans())
     def pause(self, data, yields):
-        sequence = data.draw(st.sampled_from(self.scheduler.running))
+        """One that runs, or waits (for the first time, or again since it was preempted), and may be paused for another reason already."""
+        sequence = data.draw(st.sampled_from(self.alive()))
         self.scheduler.set_paused(sequence, True, yields=yields)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(but_one=st.booleans(), yields=st.booleans(), count=st.integers(0, 12))
+    def pause_all_who_run(self, but_one, yields, count):
+        """All clients stop reading at once, or all but the newest: whoever goes on, for some steps, needs their rows and blocks."""
+        running = self.scheduler.running
+        for sequence in running[: len(running) - but_one]:
+            self.scheduler.set_paused(sequence, True, yields=yields)
+        for _ in range(count):
+            self.compute(1)
 
     @precondition(lambda self: any(s.is_paused for s in self.alive()))
     @rule(data=st.data())
@@ -164,8 +175,10 @@ class Scheduling(RuleBasedStateMachine):
         scheduler = self.scheduler
         self.step_number += 1
         waited = {s for s in scheduler.waiting if not s.admitted_ns}
+        ran = list(scheduler.running)
         batch, started = scheduler.schedule(self.step_number, self.step_number)
         scheduler.check()
+        self.assert_paused_ones_go_first(ran)
         assert waited >= {s for s in started if not s.num_retractions}
         for sequence in started:
             self.flushes_at_admission[sequence] = self.num_flushes
@@ -219,6 +232,13 @@ class Scheduling(RuleBasedStateMachine):
             for at in range(size if node else 0):
                 entry = self.kv[block * size + at]
                 assert entry not in (None, POISON) and entry[2][-1] == node.tokens[4 * at]
+
+    def assert_paused_ones_go_first(self, ran):
+        """Nobody who computes lost its blocks while one that is paused kept its own."""
+        still = set(self.scheduler.running)
+        preempted = [s for s in ran if s not in still]
+        if any(not s.is_paused for s in preempted):
+            assert all(not s.is_paused for s in ran if s in still)
 
     def assert_nobody_is_kept_out(self):
         """Whoever waits and could run needs more than what is free and what paused sequences would yield."""

@@ -13,11 +13,11 @@ from shmserve.token_bytes import TokenBytes
 from shmserve.worker import simulated_runner
 from shmserve.worker.batch import Batch
 from shmserve.worker.sampling_state import SamplingState
+from shmserve.worker.simulated_draws import mix
 from shmserve.worker.simulated_runner import (
     ScriptError,
     SimulatedRunner,
     load_script,
-    mix,
     plain_ids,
 )
 

@@ -150,7 +150,11 @@ def plain_answers(new_rig, requests) -> dict[int, tuple]:
         rig.close()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=settings.default.max_examples * 6 // 5,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(
     requests=REQUESTS,
     events=EVENTS,
@@ -271,9 +275,10 @@ def test_wrong_guesses_are_counted_and_never_accepted(rig):
 
 @pytest.mark.parametrize(
     "params",
-    [{"num_speculative_tokens": 0}, {"frequency_penalty": 0.5}, {"presence_penalty": -0.5}, {"repetition_penalty": 1.1}],
+    [{"num_speculative_tokens": 0}, {"frequency_penalty": 0.5}, {"presence_penalty": -0.5}, {"repetition_penalty": 1.1},
+     {"bad_words": ((1, 2),)}],
 )  # fmt: skip
-def test_who_does_not_ask_or_has_penalties_never_guesses(rig, params):
+def test_who_does_not_ask_or_has_penalties_or_bad_words_never_guesses(rig, params):
     r = rig(max_model_len=64)
     model = model_of(r)
     model.token = lambda text, seed: (int(text[-5]), 0.0)

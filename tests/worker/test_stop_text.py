@@ -49,3 +49,32 @@ def test_a_stop_string_is_found_in_the_text_that_is_shown(make, stop, kept, num_
     assert number == num_fed
     assert kept.startswith(shown)
     assert shown + text.finish(ending.keep_bytes) == kept
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("shown_ids", [(), (5,), (5, 6)])
+@pytest.mark.parametrize("stop", [b"c", b"bc", b"b<call>c", b"<call>", b"b</call>c"])
+def test_special_tokens_that_are_shown_are_text_on_both_sides(stop, shown_ids, skips):
+    """Marks of a tool format may be special tokens: the front end reads them, so the worker counts them."""
+    words = [b"?", b"a", b"b", b"c", b"d", b"<call>", b"</call>", b"<eos>"]
+    special = frozenset({5, 6, 7})
+    params = SamplingParams(
+        max_tokens=99, stop=(stop,), shown_ids=shown_ids, skip_special_tokens=skips
+    )
+    silent = (special - set(shown_ids)) if skips else frozenset()
+    table = TokenBytes.from_list(words)
+    sequence = Sequence(1, 0, params, np.zeros(1, np.int32), 1, 1, matcher=StopMatcher(params.stop))
+    conditions = StopConditions(table, tuple(special))
+    text, given = TextStream(Pieces(words, silent), params.stop), ""
+    ids = [1, 7, 2, 5, 3, 4, 6, 1, 2, 6, 3, 7, 2, 3]
+    whole = b"".join(b"" if i in silent else words[i] for i in ids)
+    ending = None
+    for number, token_id in enumerate(ids, 1):
+        given += text.feed(token_id)
+        ending = conditions.judge_one(sequence, token_id, number, 99 - number)
+        if ending is not None:
+            break
+    at = whole.find(stop)
+    assert (ending is not None) == (at >= 0)
+    if ending is not None:
+        assert given + text.finish(ending.keep_bytes) == whole[:at].decode()

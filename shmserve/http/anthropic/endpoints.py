@@ -12,51 +12,40 @@ from shmserve.http import fields
 from shmserve.http.anthropic.formats import MessageChoice, MessageStream
 from shmserve.http.anthropic.schemas import CountRequest, MessagesRequest, chat_request
 from shmserve.http.chat import chat_prompt, plan_chat
-from shmserve.http.front_end import FrontEnd, Wanted
+from shmserve.http.front_end import FrontEnd
 from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.endpoints import response_headers
+from shmserve.http.openai.sampling import single_wanted
 from shmserve.http.single import answer_single
+from shmserve.http.slow_client import rules_of
 
 
 async def messages(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
     parsed, ignored = fields.decode(body, MessagesRequest, {})
     front.check_model(parsed.model)
-    front.admission.admit(1)
-    chat = await plan_chat(front, chat_request(parsed))
-    ids = await front.tokenizer.encode(chat.prompt, add_bos=False)
-    room = front.room_for(len(ids), "messages")
-    limit = fields.in_range("max_tokens", parsed.max_tokens, 1, 2**63 - 1, room)
-    vocab_size = front.tokenizer.vocab_size
-    (seed,) = fields.seeds(parsed.seed, 1)
-    params = fields.sampling_params(
-        max_tokens=min(limit, room),
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        top_k=parsed.top_k,
-        min_p=None,
-        min_tokens=None,
-        ignore_eos=parsed.ignore_eos,
-        stop=fields.stop_strings("stop_sequences", parsed.stop_sequences),
-        stop_token_ids=None,
-        include_stop=False,
-        skip_special_tokens=True,
-        bias=fields.logit_bias(parsed.logit_bias, vocab_size),
-        seed=seed,
-        grammar=chat.grammar,
-        num_speculative_tokens=front.config.worker.num_speculative_tokens,
-        priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
-        vocab_size=vocab_size,
+    front.admit(
+        request,
+        1,
+        priority=parsed.priority,
+        timeout_ms=parsed.timeout_ms,
+        rank=parsed.data_parallel_rank,
     )
-    salt = fields.cache_salt(parsed.cache_salt)
+    chat = chat_request(parsed)
+    plan = await plan_chat(front, chat)
+    most = ("max_tokens", parsed.max_tokens)
+    want = await single_wanted(
+        front, chat, plan, most=most, prompt_name="messages", stop_name="stop_sequences"
+    )
+    rules = rules_of(front.config.http, parsed)
     headers = response_headers(request, parsed.request_id, ignored)
 
     def formats_of(entry: InFlight) -> tuple[MessageChoice, MessageStream]:
-        splitter = chat.new_splitter() if chat.new_splitter is not None else None
+        splitter = plan.new_splitter() if plan.new_splitter is not None else None
         name = f"msg_{entry.req_id:016x}"
-        return MessageChoice(name, front.served_name, params, entry, splitter), MessageStream()
+        return MessageChoice(name, front.served_name, want.params, entry, splitter), MessageStream()
 
-    want = Wanted(ids, params, salt, chat.shows)
-    return await answer_single(front, request, want, headers, bool(parsed.stream), formats_of)
+    is_streamed = bool(parsed.stream)
+    return await answer_single(front, request, want, headers, is_streamed, rules, formats_of)
 
 
 async def count_tokens(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:

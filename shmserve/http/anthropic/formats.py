@@ -30,6 +30,7 @@ _TYPES: Final = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
     529: "overloaded_error",
 }
 
@@ -212,7 +213,7 @@ class MessageChoice:
         if self._splitter is not None and self._splitter.has_tool_calls:
             return "tool_use", None
         if finish.finish == FinishReason.STOP_STRING:
-            return "stop_sequence", self._params.stop[finish.matched_stop].decode()
+            return "stop_sequence", self._entry.matched_stop(self._params.stop)
         return ("max_tokens" if word == "length" else "end_turn"), None
 
     # -- whole ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from shmserve.http.errors import bad_field
-from shmserve.http.openai.schemas import ChatRequest
+from shmserve.http.openai.sampling import take_sampling
+from shmserve.http.openai.schemas import Beyond, ChatRequest
 
 
 class Message(msgspec.Struct):
@@ -20,7 +21,9 @@ class Message(msgspec.Struct):
     content: str | list[dict[str, Any]]
 
 
-class CountRequest(msgspec.Struct):
+class CountRequest(Beyond, kw_only=True):
+    """Of the fields that change no prompt, none is looked at: a body of /v1/messages may be counted as it is."""
+
     messages: list[Message]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
@@ -38,12 +41,6 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
 
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -64,17 +61,22 @@ def chat_request(parsed: CountRequest) -> ChatRequest:
     thinking = (parsed.thinking or {}).get("type")
     if thinking not in (None, "enabled", "disabled", "adaptive"):
         raise bad_field("thinking.type", "thinking.type must be enabled, adaptive or disabled")
-    return ChatRequest(
+    chat = ChatRequest(
         messages=messages,
         tools=[_tool(i, tool) for i, tool in enumerate(parsed.tools)] if parsed.tools else None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         # A last message of the assistant's own is what its answer goes on with.
         continue_final_message=True if continues else None,
-        chat_template_kwargs=None
-        if thinking is None
-        else {"enable_thinking": thinking != "disabled"},
+        chat_template_kwargs=parsed.chat_template_kwargs,
     )
+    if isinstance(parsed, MessagesRequest):
+        chat.stop = parsed.stop_sequences
+        take_sampling(chat, parsed)
+    if thinking is not None:
+        kwargs = {"enable_thinking": thinking != "disabled"}
+        chat.chat_template_kwargs = kwargs | (chat.chat_template_kwargs or {})
+    return chat
 
 
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +88,9 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(tool.get("name"), str):
         raise bad_field(f"tools[{index}].name", f"tools[{index}].name must be a string")
     function = {"name": tool["name"], "parameters": tool.get("input_schema")}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
+    for key in ("description", "strict"):
+        if tool.get(key) is not None:
+            function[key] = tool[key]
     return {"type": "function", "function": function}
 
 

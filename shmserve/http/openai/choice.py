@@ -7,10 +7,12 @@ Front end only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from shmserve.http.detokenizer import escape
 from shmserve.http.in_flight import InFlight
 from shmserve.http.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
 from shmserve.http.openai.formats import Envelope, event, finish_word, stop_details
@@ -46,6 +48,7 @@ class Extras:
     num_top: int = 0
     with_token_ids: bool = False
     with_usage: bool = False
+    with_timing: bool = False
     prompt_ids: tuple[int, ...] = ()
     """Sent with the first event, where token ids are wanted."""
     num_prompt_tokens: int = 0
@@ -55,13 +58,15 @@ class Extras:
     scored_ids: tuple[int, ...] = ()
     """Tokens of a prompt whose `prompt_logprobs` (vLLM's field) are wanted."""
     new_splitter: Callable[[], Splitter] | None = None
+    call_word: str = "tool_calls"
+    """The finish reason of a choice that ends with a call."""
 
     @property
     def is_plain(self) -> bool:
         return (
             self.texts is None
             and self.new_splitter is None
-            and not (self.with_token_ids or self.with_usage)
+            and not (self.with_token_ids or self.with_usage or self.with_timing)
         )
 
 
@@ -140,7 +145,8 @@ class OpenAIChoice:
 
     def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
         if self.around_text is not None:
-            return event(self._chunk(self._with_text(text))) if text else b""
+            before, after = self.around_text
+            return b"".join((before, escape(text), after)) if text else b""
         return self._events(self._split(text, len(token_ids)), token_ids)
 
     def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
@@ -150,6 +156,8 @@ class OpenAIChoice:
         end = {"finish_reason": self._finish_word(entry)} | stop_details(
             entry, self._params, self._eos_ids
         )
+        if self._extras.with_timing and entry.timing is not None:
+            end["timing"] = entry.timing.summary(entry)
         if not self._is_chat and len(deltas) <= 1:
             more = self._beside(token_ids) | end
             return event(self._chunk(deltas[0] if deltas else {"text": ""}, **more))
@@ -185,6 +193,9 @@ class OpenAIChoice:
             more["logprobs"] = self._logprobs(len(token_ids))
         if self._extras.with_token_ids:
             more["token_ids"] = list(token_ids)
+        if self._extras.with_timing:
+            assert self._entry is not None and self._entry.timing is not None
+            more["timing"] = {"token_us": self._entry.timing.take(len(token_ids))}
         return more
 
     def _logprobs(self, count: int) -> dict[str, Any] | None:
@@ -202,12 +213,14 @@ class OpenAIChoice:
             return None
         assert entry.logprobs is not None
         tokens = entry.logprobs.of_prompt(self._extras.echo_ids)
-        return self._offsets.of(tokens, has_top=self._extras.num_top > 0)
+        echoed = self._offsets.of(tokens, has_top=self._extras.num_top > 0)
+        self._offsets.begin(len(self._extras.echo))
+        return echoed
 
     def _finish_word(self, entry: InFlight) -> str:
         word = finish_word(entry)
         has_calls = self._splitter is not None and self._splitter.has_tool_calls
-        return "tool_calls" if has_calls and word == "stop" else word
+        return self._extras.call_word if has_calls and word == "stop" else word
 
     # -- whole ------------------------------------------------------------------------------------------------------------
 
@@ -239,6 +252,9 @@ class OpenAIChoice:
             assert entry.logprobs is not None and self._extras.names is not None
             tokens = entry.logprobs.of_prompt(self._extras.scored_ids)
             choice["prompt_logprobs"] = prompt_logprobs(tokens, self._extras.names)
+        if self._extras.with_timing and entry.timing is not None:
+            entry.timing.framed(time.monotonic_ns())
+            choice["timing"] = {"token_us": entry.timing.take_all()} | entry.timing.summary(entry)
         return choice | stop_details(entry, self._params, self._eos_ids)
 
 
@@ -264,6 +280,7 @@ def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
     texts = {"content": "", "reasoning_content": ""}
     calls: dict[int, dict[str, Any]] = {}
     has_reasoning = False
+    old_call: dict[str, str] | None = None
     for delta in deltas:
         for name in texts:
             texts[name] += delta.get(name) or ""
@@ -281,7 +298,13 @@ def message_of(deltas: Iterable[Delta]) -> dict[str, Any]:
             if function.get("name") is not None:
                 call["function"]["name"] = function["name"]
             call["function"]["arguments"] += function.get("arguments") or ""
+        if (part := delta.get("function_call")) is not None:
+            old_call = old_call or {"name": "", "arguments": ""}
+            old_call["name"] += part.get("name") or ""
+            old_call["arguments"] += part.get("arguments") or ""
     message: dict[str, Any] = {"role": "assistant", "content": texts["content"]}
+    if old_call is not None:
+        message |= {"content": texts["content"] or None, "function_call": old_call}
     if calls:
         message["content"] = texts["content"] or None
         message["tool_calls"] = [calls[index] for index in sorted(calls)]

@@ -16,12 +16,16 @@ from aiohttp import web
 
 from shmserve.http import fields
 from shmserve.http.chat import plan_chat
+from shmserve.http.choice import Choice
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
 from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
 from shmserve.http.openai.choice import Extras, OpenAIChoice, reasoning_tokens
 from shmserve.http.openai.formats import Envelope, Kind, OpenAIStream, usage
+from shmserve.http.openai.functions import functions_told, take_functions
+from shmserve.http.openai.limits import limits_of
+from shmserve.http.openai.sampling import most_tokens, sampling_of
 from shmserve.http.openai.schemas import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -29,8 +33,8 @@ from shmserve.http.openai.schemas import (
     CompletionRequest,
     Sampling,
 )
-from shmserve.http.stream import Choice, SseStream
-from shmserve.request import SamplingParams
+from shmserve.http.slow_client import rules_of
+from shmserve.http.stream import SseStream
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 MOST_CHOICES = 128
@@ -43,23 +47,32 @@ async def chat_completions(
     parsed, ignored = fields.decode(body, ChatRequest, UNSUPPORTED_CHAT)
     front.check_model(parsed.model)
     n = fields.in_range("n", parsed.n, 1, MOST_CHOICES, 1)
-    front.admission.admit(
-        n
-    )  # before any work; again, with the truth of that moment, when it is submitted
+    front.admit(
+        request,
+        n,
+        priority=parsed.priority,
+        timeout_ms=parsed.timeout_ms,
+        rank=parsed.data_parallel_rank,
+    )
+    is_old_form = take_functions(parsed)
     chat = await plan_chat(front, parsed)
     ids = await front.tokenizer.encode(chat.prompt, add_bos=False)
     room = front.room_for(len(ids), "messages")
     name = "max_completion_tokens" if parsed.max_completion_tokens is not None else "max_tokens"
     asked = getattr(parsed, name)
-    limit = _max_tokens(name, asked, room, room)
-    params = _params(front, parsed, limit, _num_chat_logprobs(parsed), chat.grammar)
-    wanted = choices_of(
-        ids, params, fields.seeds(parsed.seed, n), fields.cache_salt(parsed.cache_salt)
-    )
+    limit = most_tokens(name, asked, room, room)
+    limits = await limits_of(front.tokenizer, parsed)
+    params = sampling_of(front, parsed, limit, _num_chat_logprobs(parsed), chat.grammar, limits)
+    params = replace(params, shown_ids=chat.shows)
+    salt = fields.cache_salt(parsed.cache_salt)
+    wanted = choices_of(ids, params, fields.seeds(parsed.seed, n), salt, parsed.wants_timing)
+    new_splitter, call_word = chat.new_splitter, "tool_calls"
+    if is_old_form and new_splitter is not None:
+        new_splitter, call_word = functions_told(new_splitter), "function_call"
     extras = [
-        replace(_extras(front, parsed, want), new_splitter=chat.new_splitter) for want in wanted
+        replace(_extras(front, parsed, want), new_splitter=new_splitter, call_word=call_word)
+        for want in wanted
     ]
-    wanted = [replace(want, shows=chat.shows) for want in wanted]
     return await _answer(front, request, parsed, "chat", wanted, extras, n, ignored)
 
 
@@ -68,10 +81,18 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
     front.check_model(parsed.model)
     n = fields.in_range("n", parsed.n, 1, MOST_CHOICES, 1)
     prompts = prompts_of("prompt", parsed.prompt, front.tokenizer.vocab_size)
-    front.admission.admit(n * len(prompts))
+    front.admit(
+        request,
+        n * len(prompts),
+        priority=parsed.priority,
+        timeout_ms=parsed.timeout_ms,
+        rank=parsed.data_parallel_rank,
+        least_tokens=n * front.tokenizer.least_tokens(prompts),
+    )
     add_bos = parsed.add_special_tokens is None or parsed.add_special_tokens
     num_logprobs = fields.num_logprobs("logprobs", parsed.logprobs)
     grammar = await front.grammars.wanted_by(parsed)
+    limits = await limits_of(front.tokenizer, parsed)
     salt = fields.cache_salt(parsed.cache_salt)
     wanted: list[Wanted] = []
     extras: list[Extras] = []
@@ -80,10 +101,11 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
         if isinstance(prompt, str):
             prompt = await front.tokenizer.encode(prompt, add_bos=add_bos)
         room = front.room_for(len(prompt), "prompt")
-        limit = _max_tokens("max_tokens", parsed.max_tokens, room, COMPLETION_MAX_TOKENS)
-        params = _params(front, parsed, limit, num_logprobs, grammar)
+        limit = most_tokens("max_tokens", parsed.max_tokens, room, COMPLETION_MAX_TOKENS)
+        params = sampling_of(front, parsed, limit, num_logprobs, grammar, limits)
         # The same streams for every prompt: a prompt alone gives what it gives in a list.
-        choices = choices_of(prompt, params, fields.seeds(parsed.seed, n), salt)
+        seeds = fields.seeds(parsed.seed, n)
+        choices = choices_of(prompt, params, seeds, salt, parsed.wants_timing)
         echo = (text or front.tokenizer.decode(prompt)) if parsed.echo else ""
         extras += [_extras(front, parsed, want, echo) for want in choices]
         wanted += choices
@@ -98,7 +120,7 @@ def prompts_of(
         raise ApiError(400, f"{name} must not be empty", param=name, code="empty_prompt")
     if isinstance(value, str):
         return [value]
-    if all(type(item) is int for item in value):
+    if set(map(type, value)) == {int}:
         return [_ids(name, value, vocab_size)]
     if len(value) > MOST_PROMPTS:
         raise bad_field(name, f"{name} may hold at most {MOST_PROMPTS} prompts, got {len(value)}")
@@ -106,7 +128,7 @@ def prompts_of(
     for i, item in enumerate(value):
         if isinstance(item, str) and item:
             prompts.append(item)
-        elif isinstance(item, list) and item and all(type(token) is int for token in item):
+        elif isinstance(item, list) and set(map(type, item)) == {int}:
             prompts.append(_ids(f"{name}[{i}]", item, vocab_size))
         else:
             raise bad_field(
@@ -116,14 +138,14 @@ def prompts_of(
 
 
 def _ids(name: str, ids: list[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    fields.token_ids(name, ids, vocab_size)
-    return np.array(ids, np.int32)
-
-
-def _max_tokens(name: str, asked: int | None, room: int, default: int) -> int:
-    """What may be generated: what was asked for, cut to what fits the context."""
-    value: int = fields.in_range(name, asked, 1, 2**63 - 1, default)
-    return min(value, room)
+    try:
+        found = np.array(ids, np.int32)
+        are_known = found.min() >= 0 and found.max() < vocab_size
+    except OverflowError:
+        are_known = False
+    if not are_known:
+        fields.token_ids(name, ids, vocab_size)  # names the first one that is not
+    return found
 
 
 def _num_chat_logprobs(parsed: ChatRequest) -> int:
@@ -136,17 +158,6 @@ def _num_chat_logprobs(parsed: ChatRequest) -> int:
             "top_logprobs", "when using `top_logprobs`, `logprobs` must be set to true."
         )
     return -1
-
-
-def _num_prompt_logprobs(parsed: Sampling, num_logprobs: int) -> int:
-    """The prompt's, for vLLM's field of that name and for an echo with logprobs."""
-    asked = fields.num_logprobs("prompt_logprobs", parsed.prompt_logprobs)
-    if asked >= 0 and parsed.stream:
-        raise bad_field(
-            "prompt_logprobs", "`prompt_logprobs` are not available when `stream=True`."
-        )
-    is_echoed = isinstance(parsed, CompletionRequest) and bool(parsed.echo)
-    return max(asked, num_logprobs if is_echoed else -1)
 
 
 def _extras(front: FrontEnd, parsed: Sampling, want: Wanted, echo: str = "") -> Extras:
@@ -164,45 +175,12 @@ def _extras(front: FrontEnd, parsed: Sampling, want: Wanted, echo: str = "") -> 
         num_top=max(0, want.params.num_logprobs),
         with_token_ids=bool(parsed.return_token_ids),
         with_usage=bool(options and options.continuous_usage_stats),
+        with_timing=want.is_timed,
         prompt_ids=ids if parsed.return_token_ids else (),
         echo_ids=ids if echo and has_logprobs else (),
         scored_ids=ids if parsed.prompt_logprobs is not None else (),
         num_prompt_tokens=len(want.prompt_ids),
         echo=echo,
-    )
-
-
-def _params(
-    front: FrontEnd, parsed: Sampling, max_tokens: int, num_logprobs: int, grammar: str
-) -> SamplingParams:
-    vocab_size = front.tokenizer.vocab_size
-    return fields.sampling_params(
-        max_tokens=max_tokens,
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        top_k=parsed.top_k,
-        min_p=parsed.min_p,
-        frequency_penalty=parsed.frequency_penalty,
-        presence_penalty=parsed.presence_penalty,
-        repetition_penalty=parsed.repetition_penalty,
-        min_tokens=parsed.min_tokens,
-        ignore_eos=parsed.ignore_eos,
-        stop=fields.stop_strings("stop", parsed.stop),
-        stop_regex=fields.stop_regexes("stop_regex", parsed.stop_regex),
-        stop_token_ids=parsed.stop_token_ids,
-        include_stop=parsed.include_stop_str_in_output or parsed.no_stop_trim,
-        skip_special_tokens=parsed.skip_special_tokens,
-        bias=fields.logit_bias(parsed.logit_bias, vocab_size),
-        seed=0,
-        num_logprobs=num_logprobs,
-        prompt_logprobs=_num_prompt_logprobs(parsed, num_logprobs),
-        grammar=grammar,
-        num_speculative_tokens=fields.num_speculative_tokens(
-            parsed.num_speculative_tokens, front.config.worker.num_speculative_tokens
-        ),
-        # vLLM's sign: lower runs earlier.
-        priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
-        vocab_size=vocab_size,
     )
 
 
@@ -224,6 +202,7 @@ async def _answer(
             code="invalid_value",
         )
     interval = fields.in_range("stream_interval", parsed.stream_interval, 1, 2**31 - 1, 1)
+    rules = rules_of(front.config.http, parsed)
     headers = response_headers(request, parsed.request_id or parsed.rid, ignored)
     external_id = headers.get("X-Request-Id", "")
     eos_ids = front.model.eos_token_ids
@@ -248,9 +227,8 @@ async def _answer(
             include_usage = bool(parsed.stream_options and parsed.stream_options.include_usage)
             stream = SseStream(
                 request,
-                front.client,
-                front.config.http,
-                front.turnstile,
+                front,
+                rules,
                 generation.signal,
                 choices,
                 OpenAIStream(envelope, n, include_usage, lambda: reasoning_tokens(formats)),

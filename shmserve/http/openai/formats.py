@@ -53,7 +53,10 @@ def stop_details(entry: InFlight, params: SamplingParams, eos_ids: Sequence[int]
         )
         token = finish.matched_token
         return {"stop_reason": None if is_eos else token, "matched_stop": token}
-    return {"stop_reason": None, "matched_stop": None}
+    return {
+        "stop_reason": "timeout" if finish.finish == FinishReason.TIMEOUT else None,
+        "matched_stop": None,
+    }
 
 
 def usage(

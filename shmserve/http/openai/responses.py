@@ -9,21 +9,22 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-import msgspec
 from aiohttp import web
 
 from shmserve.http import fields
 from shmserve.http.chat import plan_chat
 from shmserve.http.errors import ApiError, bad_field
-from shmserve.http.front_end import FrontEnd, Wanted
+from shmserve.http.front_end import FrontEnd
 from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.endpoints import response_headers
 from shmserve.http.openai.response_items import ResponseChoice
-from shmserve.http.openai.schemas import ChatRequest
+from shmserve.http.openai.sampling import single_wanted, take_sampling
+from shmserve.http.openai.schemas import Beyond, ChatRequest
 from shmserve.http.single import answer_single
+from shmserve.http.slow_client import rules_of
 
 
-class ResponsesRequest(msgspec.Struct):
+class ResponsesRequest(Beyond, kw_only=True):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
@@ -43,15 +44,8 @@ class ResponsesRequest(msgspec.Struct):
     include: list[str] | None = None
     stream_options: dict[str, Any] | None = None
     service_tier: str | None = None
-    # Fields of ours.
-    seed: int | None = None
-    top_k: int | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    top_k: int | None = None  # ours
+    stop: str | list[str] | None = None  # ours
     # Named, and not honoured.
     previous_response_id: str | None = None
     conversation: Any = None
@@ -75,41 +69,28 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 async def responses(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:
     parsed, ignored = fields.decode(body, ResponsesRequest, _UNSUPPORTED)
     front.check_model(parsed.model)
-    front.admission.admit(1)
-    chat = await plan_chat(front, chat_request(parsed))
-    ids = await front.tokenizer.encode(chat.prompt, add_bos=False)
-    room = front.room_for(len(ids), "input")
-    limit = fields.in_range("max_output_tokens", parsed.max_output_tokens, 1, 2**63 - 1, room)
-    vocab_size = front.tokenizer.vocab_size
-    (seed,) = fields.seeds(parsed.seed, 1)
-    params = fields.sampling_params(
-        max_tokens=min(limit, room),
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        top_k=parsed.top_k,
-        min_p=None,
-        min_tokens=None,
-        ignore_eos=parsed.ignore_eos,
-        stop=fields.stop_strings("stop", parsed.stop),
-        stop_token_ids=None,
-        include_stop=False,
-        skip_special_tokens=True,
-        bias=fields.logit_bias(parsed.logit_bias, vocab_size),
-        seed=seed,
-        grammar=chat.grammar,
-        priority=fields.in_range("priority", parsed.priority, -(2**31), 2**31 - 1, 0),
-        vocab_size=vocab_size,
+    front.admit(
+        request,
+        1,
+        priority=parsed.priority,
+        timeout_ms=parsed.timeout_ms,
+        rank=parsed.data_parallel_rank,
     )
+    chat = chat_request(parsed)
+    plan = await plan_chat(front, chat)
+    most = ("max_output_tokens", parsed.max_output_tokens)
+    want = await single_wanted(front, chat, plan, most=most, prompt_name="input")
+    rules = rules_of(front.config.http, parsed)
     headers = response_headers(request, parsed.request_id, ignored)
 
     def formats_of(entry: InFlight) -> tuple[ResponseChoice, ResponseChoice]:
-        splitter = chat.new_splitter() if chat.new_splitter is not None else None
+        splitter = plan.new_splitter() if plan.new_splitter is not None else None
         head = _head(front, parsed, f"resp_{entry.req_id:016x}")
         response = ResponseChoice(head, entry, splitter)
         return response, response
 
-    want = Wanted(ids, params, fields.cache_salt(parsed.cache_salt), chat.shows)
-    return await answer_single(front, request, want, headers, bool(parsed.stream), formats_of)
+    is_streamed = bool(parsed.stream)
+    return await answer_single(front, request, want, headers, is_streamed, rules, formats_of)
 
 
 def _head(front: FrontEnd, parsed: ResponsesRequest, response_id: str) -> dict[str, Any]:
@@ -156,14 +137,16 @@ def chat_request(parsed: ResponsesRequest) -> ChatRequest:
     choice = parsed.tool_choice
     if isinstance(choice, dict) and "function" not in choice:
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    return ChatRequest(
+    chat = ChatRequest(
         messages=messages,
+        stop=parsed.stop,
         tools=[_tool(i, tool) for i, tool in enumerate(parsed.tools)] if parsed.tools else None,
         tool_choice=choice,
         parallel_tool_calls=parsed.parallel_tool_calls,
         response_format=_format(parsed.text),
         reasoning_effort=(parsed.reasoning or {}).get("effort"),
     )
+    return take_sampling(chat, parsed)
 
 
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +155,8 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
             f"tools[{index}].type",
             f"tools[{index}].type must be 'function' (this server runs no tools), got {tool.get('type')!r}",
         )
-    inner = {k: tool[k] for k in ("name", "description", "parameters") if tool.get(k) is not None}
+    names = ("name", "description", "parameters", "strict")
+    inner = {k: tool[k] for k in names if tool.get(k) is not None}
     return {"type": "function", "function": inner}
 
 

@@ -15,6 +15,7 @@ import msgspec
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_timing: bool | None = None
 
 
 class Sampling(msgspec.Struct):
@@ -29,6 +30,7 @@ class Sampling(msgspec.Struct):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    include_timing: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     seed: int | None = None
@@ -44,6 +46,9 @@ class Sampling(msgspec.Struct):
     request_id: str | None = None
     rid: str | None = None
     cache_salt: str | None = None
+    on_slow_client: str | None = None
+    slow_client_bytes: int | None = None
+    slow_client_seconds: float | None = None
     num_speculative_tokens: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -52,6 +57,8 @@ class Sampling(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    timeout_ms: int | None = None
+    data_parallel_rank: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
@@ -68,6 +75,42 @@ class Sampling(msgspec.Struct):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     return_hidden_states: bool | None = None
+
+    @property
+    def wants_timing(self) -> bool:
+        """Asked for in the body, streamed or not, or in `stream_options`."""
+        return bool(
+            self.include_timing or (self.stream_options and self.stream_options.include_timing)
+        )
+
+
+class Beyond(msgspec.Struct, kw_only=True):
+    """Fields of chat completions that Responses and Messages lack in their inventors' hands, and have in ours, with the same meaning."""
+
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    num_speculative_tokens: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    timeout_ms: int | None = None
+    data_parallel_rank: int | None = None
+    cache_salt: str | None = None
+    on_slow_client: str | None = None
+    slow_client_bytes: int | None = None
+    slow_client_seconds: float | None = None
 
 
 class ChatRequest(Sampling):
@@ -88,10 +131,11 @@ class ChatRequest(Sampling):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    # Named, and not yet honoured.
     chat_template: str | None = None
-    functions: Any = None
+    # OpenAI's old form of tools.
+    functions: list[Any] | None = None
     function_call: Any = None
+    # Named, and not honoured.
     audio: Any = None
     modalities: list[str] | None = None
     echo: bool | None = None
@@ -111,17 +155,12 @@ class CompletionRequest(Sampling):
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "best_of": (None, 1),
     "use_beam_search": (None, False),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
     "return_hidden_states": (None, False),
     "spaces_between_special_tokens": (None, False, True),
 }
 
 UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_UNSUPPORTED,
-    "chat_template": (None,),
-    "functions": (None, []),
-    "function_call": (None, "none"),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "echo": (None, False),

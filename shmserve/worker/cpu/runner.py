@@ -26,7 +26,7 @@ from shmserve.worker.cpu.sampling import RowSampler
 from shmserve.worker.cpu.selftest import check
 from shmserve.worker.runner import Progress, RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
-from shmserve.worker.sizing import sized
+from shmserve.worker.sizing import StepLimits, sized
 from shmserve.worker.verification import kept_of, places_of
 
 if TYPE_CHECKING:
@@ -79,15 +79,14 @@ class CpuRunner:
             lambda share: progress("loading weights", share),
             num_token_ids,
         )
-        self._max_num_seqs = max_num_seqs
-        self._max_num_tokens = max(max_num_batched_tokens, max_num_seqs)
+        self._limits = StepLimits(max_num_seqs, max(max_num_batched_tokens, max_num_seqs))
         self._info = replace(info, vocab_size=packed.vocab_size, max_guesses=MOST_GUESSES)
         self._engine = Engine(
             library,
             packed,
             num_blocks=info.num_blocks,
             block_size=block_size,
-            max_tokens=self._max_num_tokens,
+            max_tokens=self._limits.max_num_tokens,
             max_samples=max_num_seqs + MOST_GUESSES,
             num_threads=num_threads or default_num_threads(),
         )
@@ -104,10 +103,9 @@ class CpuRunner:
 
     def run(self, batch: Batch, sampling: SamplingState) -> StepOutput:
         """Compute and sample; see `ModelRunner.run`."""
-        assert batch.num_seqs <= self._max_num_seqs, (batch.num_seqs, self._max_num_seqs)
-        assert batch.num_tokens <= self._max_num_tokens, (batch.num_tokens, self._max_num_tokens)
+        self._limits.check(batch)
         if not batch.num_tokens:
-            return StepOutput(np.zeros((0, 1), np.int32), time.monotonic_ns())
+            return StepOutput.of_nothing()
         places = places_of(batch)
         logits, greedy = self._engine.run(batch, places.token_rows)
         rows = places.rows

@@ -141,8 +141,8 @@ class RowSampler:
 
     def _edits(self, draw: np.void, row: int, state: SamplingState, ahead: int) -> object:
         bias, seen = state.bias.get(row), state.seen(row)
-        banned, mask = state.bans(row, ahead), state.masks.get(row)
-        assert not ahead or (seen is None and mask is None), (row, "may not guess")
+        banned, mask = state.bans(row, ahead), state.mask(row)
+        assert not ahead or state.may_guess(row), row
         if bias is not None:
             draw["bias_ids"], draw["bias"] = bias[0].ctypes.data, bias[1].ctypes.data
             draw["num_bias"] = len(bias[0])

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shmserve.worker.cuda import launch
-from shmserve.worker.cuda.reference import MAX_GEMV_ROWS
+from shmserve.worker.cuda.reference import check_gemv_rows
 
 # 32 weight rows make 128 programs of the narrowest product of an 8B model (4,096 columns): one for each SM of an H100.
 # Six tiles of 8 KiB in flight in each cover latency times bandwidth (about 20 KiB an SM) with room.
@@ -65,8 +65,7 @@ def _gemv(
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """See reference.gemv."""
     num_rows, depth = x.shape
-    if num_rows > MAX_GEMV_ROWS:
-        raise ValueError(f"{num_rows} rows, at most {MAX_GEMV_ROWS} go through gemv")
+    check_gemv_rows(num_rows)
     # Half a tile where whole ones leave a rest: a masked loop spills registers on sm_90.
     is_half = launch.is_wide(weight) or depth % BLOCK_K != 0
     block_k = BLOCK_K // 2 if is_half else BLOCK_K

@@ -147,6 +147,7 @@ def rotary_write(
     cos, sin f32[positions, D / 2]; positions, kv_slots i32[T] (slot = block * block_size + offset);
     q_out T[T, Q, D]; k_cache, v_cache T[blocks, block_size, KV, D]
     """
+    check_norms(q_norm, k_norm)
     num_q, num_kv, dim = q_out.shape[1], k_cache.shape[2], k_cache.shape[3]
     x = qkv.float()
     if bias is not None:
@@ -254,13 +255,24 @@ def gated_mul(gate_up: Tensor, out: Tensor, gelu: bool = False) -> None:
     out.copy_((F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up)
 
 
+def check_gemv_rows(num_rows: int) -> None:
+    """ValueError for more than go through gemv; of the reference and of the kernel."""
+    if num_rows > MAX_GEMV_ROWS:
+        raise ValueError(f"{num_rows} rows, at most {MAX_GEMV_ROWS} go through gemv")
+
+
+def check_norms(q_norm: Tensor | None, k_norm: Tensor | None) -> None:
+    """ValueError for one of them alone; of the reference and of the kernel."""
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("queries and keys are both normed or neither")
+
+
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = x @ weight.T (+ bias) for at most MAX_GEMV_ROWS rows, each row's sum in an order that M does not change.
 
     x T[M, K]; weight T[N, K]; bias T[N]; out T or f32 [M, N]
     """
-    if len(x) > MAX_GEMV_ROWS:
-        raise ValueError(f"{len(x)} rows, at most {MAX_GEMV_ROWS} go through gemv")
+    check_gemv_rows(len(x))
     w = weight.float()
     for row in range(len(x)):
         product = w @ x[row].float()

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shmserve.worker.cuda import launch
+from shmserve.worker.cuda.reference import check_norms
 
 
 @triton.jit
@@ -96,8 +97,7 @@ def rotary_write(
 ) -> None:
     """See reference.rotary_write."""
     num_q, num_kv, dim = q_out.shape[1], k_cache.shape[2], k_cache.shape[3]
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("queries and keys are both normed or neither")
+    check_norms(q_norm, k_norm)
     launch.run(
         _rotary_write,
         (len(qkv), num_q + 2 * num_kv),

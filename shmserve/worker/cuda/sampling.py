@@ -4,6 +4,9 @@
 Owns: `sample` of reference.py, whose contract this is. Three kernels, since a row of 128k logits is too long for one SM: figures of
 each chunk of a row, the best id of each chunk (it needs the row's largest logit, for min_p), the best chunk. The random words are those
 of philox.py, bit for bit; the Gumbel made of them is within float32's rounding of it, in its far tail too.
+
+The CPU draws rows that keep more than 256 candidates in two steps (sampler.py). On a GPU that would cost a pass to count them before
+the draw: here every candidate has its own number, so there a seed gives other tokens, from the same distribution.
 """
 
 from __future__ import annotations

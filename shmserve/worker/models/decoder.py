@@ -1,6 +1,7 @@
 """The decoder of the llama family: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM 2 and 3, Phi-3, Gemma 1 to 3.
 
-Owns: the arithmetic from token ids to hidden states and logits, and the rotary tables. Never: allocates the KV cache,
+Owns: the arithmetic from token ids to hidden states and logits, and the rotary tables. Matrices may be kept in bfloat16; all between
+two of them is float32. Never: allocates the KV cache,
 chooses blocks, or samples. Runs under `torch.inference_mode` of its caller.
 
 All rows of a ragged batch go through each matrix in one product. A row's result does not depend on the other rows beyond
@@ -48,13 +49,13 @@ class Decoder:
             rope: (cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
             for rope, (cos, sin) in self._tables.items()
         }
-        hidden = F.embedding(token_ids, self._weights.embedding)
+        hidden = F.embedding(token_ids, self._weights.embedding).float()
         if c.embedding_scale != 1.0:
             hidden = hidden * c.embedding_scale
         scale = c.query_scale * c.head_dim**-0.5
         for index, layer in enumerate(self._weights.layers):
             x = self._norm(hidden, layer.attention_norm)
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, num_q + 2 * num_kv, c.head_dim)
+            qkv = linear(x, layer.qkv, layer.qkv_bias).view(-1, num_q + 2 * num_kv, c.head_dim)
             query, keys, values = qkv.split((num_q, num_kv, num_kv), dim=1)
             if layer.q_norm is not None and layer.k_norm is not None:
                 query, keys = self._norm(query, layer.q_norm), self._norm(keys, layer.k_norm)
@@ -69,16 +70,16 @@ class Decoder:
                 scale=scale,
                 softcap=c.attention_softcap,
             )
-            branch = F.linear(attended.flatten(1), layer.output, layer.output_bias)
+            branch = linear(attended.flatten(1), layer.output, layer.output_bias)
             hidden = hidden + self._branch_norm(branch, layer.attention_branch_norm)
-            gate, up = F.linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-            branch = F.linear(self._activated(gate) * up, layer.down)
+            gate, up = linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
+            branch = linear(self._activated(gate) * up, layer.down)
             hidden = hidden + self._branch_norm(branch, layer.ffn_branch_norm)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] for R rows of hidden states."""
-        logits = F.linear(self._norm(hidden, self._weights.final_norm), self._weights.head)
+        logits = linear(self._norm(hidden, self._weights.final_norm), self._weights.head)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -92,6 +93,14 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x float32[T, in] through a matrix [out, in], in the precision that it is kept in; the result is float32 again."""
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    product = F.linear(x.to(weight.dtype), weight).float()
+    return product if bias is None else product + bias
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -69,9 +69,19 @@ VARIANTS = {
     "avx-vnni": (*X86, "-mavxvnni"),
     "avx512-vnni": (*X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
 }
+QUICK_VARIANTS = (
+    "portable",
+    "avx512-vnni",
+)  # what has least in common; the others in `make test-all`
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name in QUICK_VARIANTS else pytest.mark.slow)
+        for name in VARIANTS
+    ],
+)
 def test_every_variant_compiles_without_a_warning(variant, monkeypatch):
     """Also those that this machine cannot run."""
     if variant != "portable" and platform.machine() != "x86_64":
@@ -132,12 +142,13 @@ def test_a_compiler_that_fails_is_one_line_and_leaves_nothing(monkeypatch, tmp_p
     ("before", "after", "told"),
     [
         ("(exponent << 23)", "(exponent << 22)", "the logits are off by"),
-        ("e->step = step;", "__builtin_trap();", "status -"),  # a crash ends the child alone
+        pytest.param("e->step = step;", "__builtin_trap();", "status -", marks=pytest.mark.slow),
     ],
 )
 def test_a_library_that_computes_something_else_is_never_published(
     monkeypatch, tmp_path, cache_dir, before, after, told
 ):
+    """Also where it crashes: that ends the child alone."""
     sources = tmp_path / "sources"
     shutil.copytree(build.SOURCES, sources)
     changed = 0

@@ -41,6 +41,11 @@ class Row:
             x[list(self.banned)] = -np.inf
         if self.mask is not None:
             x[~self.mask] = -np.inf
+        if p.allowed_token_ids:
+            x[np.setdiff1d(np.arange(len(x)), p.allowed_token_ids)] = -np.inf
+        for *before, last in p.bad_words:
+            if not before or list(self.output)[-len(before) :] == before:
+                x[last] = -np.inf
         return x
 
     def kept(self, x, slack=0.0) -> list[int]:
@@ -92,8 +97,8 @@ class Row:
         return False
 
 
-def state_of(rows) -> SamplingState:
-    state = SamplingState(len(rows))
+def state_of(rows, vocab_size) -> SamplingState:
+    state = SamplingState(len(rows), vocab_size)
     masks = {}
     for index, row in enumerate(rows):
         num_prompt = len(row.prompt)
@@ -108,12 +113,14 @@ def state_of(rows) -> SamplingState:
 def by_c(library, logits, rows):
     logits = np.atleast_2d(np.asarray(logits, np.float32))
     c = RowSampler(library, logits.shape[1])
-    return c.sample(logits, np.arange(len(rows), dtype=np.int32), state_of(rows))
+    state = state_of(rows, logits.shape[1])
+    return c.sample(logits, np.arange(len(rows), dtype=np.int32), state)
 
 
 def by_torch(logits, rows):
     logits = torch.tensor(np.atleast_2d(np.asarray(logits, np.float32)))
-    return sampler.sample(logits, np.arange(len(rows), dtype=np.int32), state_of(rows))
+    state = state_of(rows, logits.shape[1])
+    return sampler.sample(logits, np.arange(len(rows), dtype=np.int32), state)
 
 
 @st.composite
@@ -127,10 +134,16 @@ def cases(draw):
     for _ in range(draw(st.integers(1, 5))):
         bias = draw(st.dictionaries(ids, st.sampled_from([-100.0, 1.5, 100.0]), max_size=4))
         is_penalised = draw(st.booleans())
+        output = draw(st.lists(ids, max_size=9))
+        # Words that end behind what was said, and words that do not.
+        words = draw(st.lists(st.lists(ids, min_size=1, max_size=3), max_size=3))
+        words += [[*output[-n:], draw(ids)] for n in draw(st.lists(st.integers(1, 9), max_size=2))]
         rows.append(
             Row(
                 prompt=tuple(draw(st.lists(ids, max_size=9))),
-                output=tuple(draw(st.lists(ids, max_size=9))),
+                output=tuple(output),
+                allowed_token_ids=tuple(draw(st.just([]) | st.lists(ids, max_size=300))),
+                bad_words=tuple(map(tuple, words)),
                 banned=tuple(draw(st.sets(ids, max_size=3))),
                 mask=rng.random(vocab) < 0.4 if draw(st.integers(0, 3)) == 0 else None,
                 temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 2.0, 1e6])),
@@ -150,7 +163,7 @@ def cases(draw):
     return logits.astype(np.float32), rows
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=settings.default.max_examples * 3 // 2)
 @given(cases())
 def test_tokens_are_the_ones_of_the_definition(native, case):
     logits, rows = case
@@ -162,7 +175,7 @@ def test_tokens_are_the_ones_of_the_definition(native, case):
         assert row.allows(theirs, logits[index]), ("torch", index, row.params)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings.default.max_examples * 3 // 5)
 @given(cases())
 def test_a_row_alone_in_a_batch_and_by_other_code_gets_the_same_bits(native, portable, case):
     logits, rows = case
@@ -177,7 +190,7 @@ def test_a_row_alone_in_a_batch_and_by_other_code_gets_the_same_bits(native, por
                     assert ours.tobytes() == theirs.tobytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings.default.max_examples * 3 // 5)
 @given(cases())
 def test_logprobs_are_raw_and_the_most_likely_come_first(native, case):
     logits, rows = case

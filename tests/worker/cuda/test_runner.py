@@ -99,7 +99,7 @@ def batch_of(parts, num_computed) -> Batch:
 
 
 def state_of(num_rows=12, **params) -> SamplingState:
-    state = SamplingState(num_rows)
+    state = SamplingState(num_rows, VOCAB)
     for row in range(num_rows):
         state.set(row, SamplingParams(max_tokens=9, **{"temperature": 0.0} | params), (), 0)
     return state
@@ -176,13 +176,16 @@ def test_a_carried_draw_is_the_draw_of_its_position(model):
 
 @pytest.mark.parametrize(
     "params",
-    [{"top_p": 0.5}, {"top_k": 5}, {"num_logprobs": 2}, {"logit_bias": ((3, 5.0),)}],
+    [{"top_p": 0.5}, {"top_k": 5}, {"num_logprobs": 2}, {"logit_bias": ((3, 5.0),)},
+     {"allowed_token_ids": (3, 4, 5)}, {"bad_words": ((3,), (4, 5))}],
     ids=lambda params: next(iter(params)),
 )
 def test_rows_that_the_kernel_cannot_sample_are_sampled_on_the_host_and_not_carried(model, params):
     ours, theirs = cuda_runner(model), TorchRunner(model, **LIMITS)
     state = state_of(temperature=0.8, seed=3)
-    state.set(1, SamplingParams(max_tokens=9, temperature=0.8, seed=3, **params), (), 0)
+    tokens = np.array([*PROMPTS[1], 0], np.int32)
+    limited = SamplingParams(max_tokens=9, temperature=0.8, seed=3, **params)
+    state.set(1, limited, (), 0, tokens, len(PROMPTS[1]))
     batch = batch_of(list(enumerate(PROMPTS)), dict.fromkeys(range(3), 0))
     assert not ours.can_carry(np.array([1], np.int32), state)
     assert ours.can_carry(np.array([0, 2], np.int32), state)

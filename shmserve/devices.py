@@ -1,0 +1,58 @@
+"""What a worker gets of the machine when it is not the only one: its GPUs, and its share of the cores.
+
+Owns: the division. Never: imports torch, or asks a driver: devices are counted by CUDA_VISIBLE_DEVICES or by their nodes. The supervisor
+divides the GPUs before it starts anybody; a worker its cores.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from shmserve.config import Config, ConfigError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_devices(environ: Mapping[str, str], nodes: Path = Path("/dev")) -> list[str]:
+    """The CUDA devices that a child would see, as CUDA_VISIBLE_DEVICES names them."""
+    told = environ.get(VARIABLE)
+    if told is not None:
+        devices = []
+        for word in map(str.strip, told.split(",")):
+            if not word or word.startswith("-"):
+                break  # CUDA ignores that one and all behind it
+            devices.append(word)
+        return devices
+    num_nodes = sum(1 for each in nodes.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name))
+    return [str(number) for number in range(num_nodes)]
+
+
+def check_devices(config: Config, devices: list[str], num_each: int = 1) -> None:
+    """Raise ConfigError if the workers are to compute on GPUs and there are too few: two on one would share its memory blindly."""
+    if config.num_workers == 1 or config.worker.runner not in ("auto", "cuda") or not devices:
+        return
+    if len(devices) < config.num_workers * num_each:
+        raise ConfigError(
+            f"--workers {config.num_workers} needs {config.num_workers * num_each} GPUs, and {len(devices)} can be seen "
+            f"({VARIABLE}); serve with fewer workers, or on the CPU (--runner cpu)"
+        )
+
+
+def environment_of(
+    worker: int, config: Config, environ: Mapping[str, str], devices: list[str], num_each: int = 1
+) -> Mapping[str, str]:
+    """The environment of one worker: with others beside it, it sees only its own GPUs."""
+    own = devices[worker * num_each : (worker + 1) * num_each]
+    if config.num_workers == 1 or len(own) < num_each:
+        return environ
+    return {**environ, VARIABLE: ",".join(own)}
+
+
+def share_of_cores(num_workers: int) -> int | None:
+    """Threads of one worker among several; None for one alone: its runner knows best."""
+    if num_workers == 1:
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)

@@ -1,0 +1,72 @@
+"""The time between tokens of each request, for the line that it gets in the log: p50 and p99 without keeping its tokens.
+
+Owns: for each request that is being looked at, a row of counts by logarithmic bucket (16 an octave: 2 % off at most), and which row a place
+of the table writes into. Never: costs a token anything on its way; a few thousand are added at once, with those of the histograms.
+
+    rows     row 0 is nobody's: what is not looked at, or came when all MOST_ROWS were taken
+Event loop's thread only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+MOST_ROWS: Final = 4_096
+"""Requests at once; one more is logged without its p50 and p99."""
+_PER_OCTAVE: Final = 16
+_LEAST_US: Final = 16
+_NUM_OCTAVES: Final = 20  # to 16.8 s
+_NUM_BUCKETS: Final = _PER_OCTAVE * _NUM_OCTAVES + 2
+
+
+class IntervalLog:
+    """`row_of_place[slot]` is the row of whoever has that place of the request table."""
+
+    def __init__(self, num_places: int) -> None:
+        self.row_of_place = np.zeros(num_places, np.int32)
+        # Pages that nobody touches are not there.
+        self._counts = np.zeros((MOST_ROWS, _NUM_BUCKETS), np.uint32)
+        self._free = list(range(MOST_ROWS - 1, 0, -1))
+
+    def take_row(self) -> int:
+        """An empty row; 0 if there is none."""
+        return self._free.pop() if self._free else 0
+
+    def give_back(self, row: int) -> None:
+        """Its request is logged, and no place leads to it."""
+        if row:
+            self._counts[row] = 0
+            self._free.append(row)
+
+    def observe(self, rows: npt.NDArray[np.int32], times_ns: npt.NDArray[np.int64]) -> None:
+        """Add the times of many tokens, each to its row."""
+        times_us = np.maximum(times_ns, 1) / 1000
+        buckets = np.log2(times_us / _LEAST_US) * _PER_OCTAVE + 1
+        np.add.at(self._counts, (rows, buckets.clip(0, _NUM_BUCKETS - 1).astype(np.int32)), 1)
+
+    def observe_one(self, row: int, time_ns: int, num_at_once: int) -> None:
+        """Add the time of a frame's first token, and zeros for those that came with it."""
+        if row:
+            self.observe(np.array([row], np.int32), np.array([time_ns], np.int64))
+            self._counts[row, 0] += num_at_once
+
+    def quantiles_ms(self, row: int, shares: tuple[float, ...]) -> tuple[float, ...] | None:
+        """So many ms or less took those shares of the row's tokens; None if it has none."""
+        if not row:
+            return None
+        cumulative = self._counts[row].cumsum(dtype=np.int64)
+        total = int(cumulative[-1])
+        if not total:
+            return None
+        found = cumulative.searchsorted([max(1, -int(-share * total // 1)) for share in shares])
+        return tuple(round(_middle_ms(int(bucket)), 3) for bucket in found)
+
+
+def _middle_ms(bucket: int) -> float:
+    """The geometric middle of a bucket; 0 of the first: less than a slow frame costs."""
+    if bucket == 0:
+        return 0.0
+    return float(_LEAST_US * 2 ** ((bucket - 0.5) / _PER_OCTAVE) / 1000)

@@ -1,0 +1,258 @@
+"""TLS by flags: the same answers, no byte of them in the clear, and one line for files that cannot be used.
+
+The certificates in tls/ are for these tests alone: self-signed, for localhost and 127.0.0.1, valid for a hundred years.
+"""
+
+import http.client
+import json
+import re
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+from serving import Server, until
+
+from shmserve.config import ConfigError, HttpConfig
+from shmserve.tls import server_context
+
+TLS = Path(__file__).with_name("tls")
+CERT, KEY = str(TLS / "server.pem"), str(TLS / "server.key")
+ENCRYPTED, CLIENT = str(TLS / "server-encrypted.key"), str(TLS / "client.pem")
+
+
+@pytest.fixture
+def password(tmp_path):
+    path = tmp_path / "password"
+    path.write_text("open-sesame\n")
+    return str(path)
+
+
+def test_without_a_certificate_there_is_no_tls():
+    assert server_context(HttpConfig()) is None
+
+
+@pytest.mark.parametrize("flag", ["ssl_keyfile", "ssl_keyfile_password_file", "ssl_ca_certs"])
+def test_a_flag_that_needs_the_certificate_says_so(flag):
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} needs --ssl-certfile"):
+        server_context(HttpConfig(**{flag: CERT}))
+
+
+def test_a_key_may_stand_in_the_certificates_file(tmp_path):
+    both = tmp_path / "both.pem"
+    both.write_text(Path(CERT).read_text() + Path(KEY).read_text())
+    assert server_context(HttpConfig(ssl_certfile=str(both))) is not None
+
+
+def test_old_protocols_are_refused_and_client_certificates_asked_for_where_they_are_wanted():
+    context = server_context(HttpConfig(ssl_certfile=CERT, ssl_keyfile=KEY))
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert context.verify_mode == ssl.CERT_NONE
+    context = server_context(HttpConfig(ssl_certfile=CERT, ssl_keyfile=KEY, ssl_ca_certs=CLIENT))
+    assert context.verify_mode == ssl.CERT_REQUIRED
+
+
+def test_an_encrypted_key_needs_its_password(password, tmp_path):
+    config = HttpConfig(ssl_certfile=CERT, ssl_keyfile=ENCRYPTED)
+    with pytest.raises(ConfigError, match="--ssl-keyfile-password-file"):
+        server_context(config)  # and does not ask on the terminal
+    files = {"ssl_certfile": CERT, "ssl_keyfile": ENCRYPTED}
+    assert server_context(HttpConfig(ssl_keyfile_password_file=password, **files)) is not None
+    wrong = tmp_path / "wrong"
+    wrong.write_text("sesame")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        server_context(HttpConfig(ssl_keyfile_password_file=str(wrong), **files))
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"ssl_certfile": "/no/such", "ssl_keyfile": KEY}, "/no/such"),
+        ({"ssl_certfile": CERT, "ssl_keyfile": "/no/such"}, "/no/such"),
+        ({"ssl_certfile": CERT}, "cannot be used"),
+        ({"ssl_certfile": KEY, "ssl_keyfile": KEY}, "cannot be used"),
+        ({"ssl_certfile": CERT, "ssl_keyfile": CLIENT}, "key values mismatch"),
+        ({"ssl_certfile": __file__}, "cannot be used"),
+        ({"ssl_certfile": CERT, "ssl_keyfile": KEY, "ssl_ca_certs": KEY}, "--ssl-ca-certs"),
+    ],
+)
+def test_files_that_cannot_be_used_are_one_line_that_names_them(files, words):
+    with pytest.raises(ConfigError) as raised:
+        server_context(HttpConfig(**files))
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.slow
+def test_a_start_with_a_bad_certificate_ends_at_once_with_one_line(tmp_path):
+    server = Server(
+        tmp_path,
+        "test-tls-bad",
+        "--runner=simulated",
+        f"--ssl-certfile={KEY}",
+        f"--ssl-keyfile={KEY}",
+    )
+    assert server.process.wait(30) == 1
+    (line,) = server.output().splitlines()
+    assert line.startswith("shmserve: error: --ssl-certfile")
+
+
+# --- in a server
+
+
+class TlsServer(Server):
+    """Asked over TLS, with the server's own certificate as the authority."""
+
+    def wait_ready(self, patience_s=30.0):
+        def ready():
+            assert self.process.poll() is None, self.output()
+            return re.search(r"ready: https://[^:]+:(\d+) .*worker 0 (\d+)\)", self.output())
+
+        match = until(ready, "the line that says ready", patience_s)
+        self.port, self.worker_pid = int(match[1]), int(match[2])
+        return self
+
+    @staticmethod
+    def context():
+        return ssl.create_default_context(cafile=CERT)
+
+    def connect(self):
+        return http.client.HTTPSConnection(
+            "127.0.0.1", self.port, timeout=30, context=self.context()
+        )
+
+
+@pytest.fixture(scope="module")
+def encrypted(default_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    (folder / "password").write_text("open-sesame")
+    server = TlsServer(
+        folder,
+        "test-tls",
+        *("--runner=simulated", "--step-ms=1", "--slow-client-bytes=16384"),
+        *(f"--ssl-certfile={CERT}", f"--ssl-keyfile={ENCRYPTED}"),
+        f"--ssl-keyfile-password-file={folder / 'password'}",
+    ).wait_ready()
+    yield server
+    server.stop()
+
+
+def test_streams_and_plain_answers_are_the_same_over_tls(encrypted):
+    fields = {"max_tokens": 200, "seed": 7, "temperature": 1.0, "ignore_eos": True}
+    plain = encrypted.complete(**fields)["choices"][0]["text"]
+    events = encrypted.stream(**fields).objects()
+    assert "".join(event["choices"][0]["text"] for event in events) == plain
+    assert len(events) > 150, "token by token, not all at the end"
+
+
+class Tapped:
+    """A TLS client that keeps what came over the wire before it was decrypted."""
+
+    def __init__(self, port, context):
+        self.seen = b""
+        self._sock = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
+        self._until_done(self._tls.do_handshake)
+
+    def _until_done(self, step, *args):
+        while True:
+            try:
+                done = step(*args)
+            except ssl.SSLWantReadError:
+                done = None
+            self._sock.sendall(self._outgoing.read())
+            if done is not None or (step == self._tls.do_handshake and self._tls.version()):
+                return done
+            data = self._sock.recv(65536)
+            self.seen += data
+            self._incoming.write(data) if data else self._incoming.write_eof()
+
+    def ask(self, head, body):
+        """Everything that the answer holds, framing included, up to its end."""
+        self._until_done(self._tls.write, head + body)
+        answer = b""
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += self._until_done(self._tls.read, 65536)
+        self._sock.close()
+        return answer
+
+
+def test_no_token_of_a_stream_is_on_the_wire_in_the_clear(encrypted):
+    """The pump writes plain tokens by itself: on a TLS connection it must not do so beside the TLS."""
+    tapped = Tapped(encrypted.port, encrypted.context())
+    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 100, "ignore_eos": True})
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    answer = tapped.ask(head.encode(), body.encode())
+    assert answer.count(b"data: ") == 102 and answer.count(b"[DONE]") == 1
+    assert len(tapped.seen) > len(answer)
+    for mark in (b"data: ", b"choices", b"HTTP/1.1", b"completions"):
+        assert mark not in tapped.seen
+
+
+def test_a_client_that_stops_reading_over_tls_is_bounded_and_another_is_not_kept_waiting(encrypted):
+    before = encrypted.words("http")
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.connect(("127.0.0.1", encrypted.port))
+    stuck = encrypted.context().wrap_socket(raw, server_hostname="127.0.0.1")
+    # Forty streams' worth in one: it must fill every buffer on its way.
+    body = json.dumps(
+        {"prompt": "Hi", "stream": True, "max_tokens": 1_900, "ignore_eos": True, "n": 16}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    stuck.sendall(head.encode() + body)
+    until(lambda: encrypted.words("http")["mailbox_bytes"], "it is congested")
+    assert encrypted.text(max_tokens=5)
+    until(
+        lambda: encrypted.words("http")["num_slow_clients"] > before["num_slow_clients"],
+        "it is given up",
+    )
+    stuck.close()
+    encrypted.wait_idle()
+    assert encrypted.words("http")["mailbox_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_a_client_that_leaves_a_stream_over_tls_frees_its_sequence(encrypted):
+    stream = encrypted.stream(max_tokens=4_000, ignore_eos=True)
+    stream.take(2)
+    stream.leave()
+    encrypted.wait_idle()
+
+
+@pytest.mark.slow
+def test_who_never_begins_tls_keeps_nobody_from_being_served(encrypted):
+    silent = [socket.create_connection(("127.0.0.1", encrypted.port)) for _ in range(20)]
+    rude = socket.create_connection(("127.0.0.1", encrypted.port), timeout=30)
+    rude.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    begin = time.monotonic()
+    assert encrypted.text(max_tokens=2)
+    assert b"HTTP/1.1 200" not in rude.recv(1000), "no HTTP without TLS"
+    assert time.monotonic() - begin < 60
+    for each in (*silent, rude):
+        each.close()
+    assert "Traceback" not in encrypted.output()
+
+
+@pytest.mark.slow
+def test_a_client_without_the_wanted_certificate_is_not_served(default_model, tmp_path):
+    server = TlsServer(
+        tmp_path,
+        "test-tls-mutual",
+        *("--runner=simulated", "--step-ms=1", f"--ssl-certfile={CERT}", f"--ssl-keyfile={KEY}"),
+        f"--ssl-ca-certs={CLIENT}",
+    ).wait_ready()
+    try:
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
+            server.get("/v1/models")
+        context = server.context()
+        context.load_cert_chain(CLIENT)
+        server.context = lambda: context
+        assert server.get("/v1/models").status == 200
+    finally:
+        server.stop()
