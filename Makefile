@@ -26,7 +26,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m 'not slow'
 
 # And the tests that take long. What later needs more than a venv (browser, clients, systemd) hangs on this target.
-test-all: $(VENV)/.clients
+test-all: $(VENV)/.clients $(VENV)/.browser
 	$(PYTEST) --hypothesis-profile=full
 
 lint: $(VENV)/.dev
@@ -54,7 +54,14 @@ $(VENV)/.dev: setup.cfg pyproject.toml constraints.txt | $(PY)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.clients: $(VENV)/.dev
-	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[clients]'
+	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[clients,kubernetes,ray,router]'
+	touch $@
+
+# A browser for tests/browser: the one that is there, or Playwright's own, or Debian's.
+$(VENV)/.browser: $(VENV)/.dev
+	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[browser]'
+	command -v chromium || command -v google-chrome || $(PY) -m playwright install --with-deps chromium \
+		|| apt-get install -y -q --no-install-recommends chromium
 	touch $@
 
 clean:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO, cast
 
 import click
 
@@ -20,6 +20,7 @@ from shmserve.commands.chat import chat
 from shmserve.commands.dumping import dump
 from shmserve.commands.instances import COMMANDS
 from shmserve.commands.unit import unit
+from shmserve.commands.watching import top
 from shmserve.config import Config, ConfigError
 from shmserve.settings import build_config, start_options
 
@@ -65,6 +66,7 @@ def start(
     flight finish; a second ends at once.
     """
     from shmserve.log_file import redirect_stderr
+    from shmserve.log_writer import FLUSH_S, Lines, LogStream, LogWriter
     from shmserve.progress import Reporter
     from shmserve.supervisor import Supervisor
 
@@ -82,7 +84,13 @@ def start(
         return None
     if config.log_file:
         redirect_stderr(config.log_file)
-    reporter = Reporter(sys.stderr, is_quiet=config.log_level in ("warning", "error"))
+    log = LogWriter()
+    reporter = Reporter(
+        # Whoever reads the log may stall; the supervisor must not. A terminal shows how far the model is, and is for people.
+        sys.stderr if sys.stderr.isatty() else cast(TextIO, LogStream(log)),
+        is_quiet=config.log_level in ("warning", "error"),
+        lines=Lines("supervisor", "json") if config.log_format == "json" else None,
+    )
     supervisor = Supervisor(
         config,
         prepare=_prepare_model,
@@ -90,7 +98,10 @@ def start(
         environ=os.environ,
         external=frozenset(external),
     )
-    return supervisor.run()
+    try:
+        return supervisor.run()
+    finally:
+        log.flush(FLUSH_S)
 
 
 def config_of(ctx: click.Context) -> Config:
@@ -150,7 +161,7 @@ def demo(prompt: str, max_tokens: int) -> int:
     return run(prompt or PROMPT, max_tokens)
 
 
-for _command in (*COMMANDS, dump, unit, chat, bench):
+for _command in (*COMMANDS, dump, top, unit, chat, bench):
     cli.add_command(_command)
 
 

@@ -17,8 +17,8 @@ from typing import Final
 from shmserve.children import HTTP, WORKER, Child, Command
 from shmserve.config import Config
 from shmserve.control import ControlLink, Message
-from shmserve.devices import environment_of, visible_devices
 from shmserve.death_records import DeathRecords
+from shmserve.devices import environment_of, visible_devices
 from shmserve.health import RestartPolicy, examine
 from shmserve.loop import Loop
 from shmserve.posts import Captain, Post
@@ -263,7 +263,9 @@ class Crew:
             for message in child.receive():  # its last words
                 self._hear(post, child, message)
         reason = child.exit_reason() or "gone"
-        if not self.is_leaving:  # while its rings are as it left them, and the front ends do not know
+        if (
+            not self.is_leaving
+        ):  # while its rings are as it left them, and the front ends do not know
             self._records.record(child, reason, self.children())
         post.child = None
         self._count_cut(child)

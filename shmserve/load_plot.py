@@ -21,6 +21,7 @@ FORMATS = (".png", ".svg", ".pdf")
 COLOURS = {"ttft": "#3b6fb6", "itl": "#c8553d", "lag": "#2e8b6f", "e2e": "#7a5195"}
 MOST_DOTS = 20_000  # more would be a blot, and an SVG of many megabytes
 MANY = 400
+LOG_FROM = 50
 NUM_SLICES = 48
 PANELS = (
     ("ttft", "TTFT", "a request, by when it was due"),
@@ -125,15 +126,29 @@ def _draw_against_throughput(axis: Any, rows: Sequence[dict[str, Any]], series: 
         line = {"marker": "o", "markersize": 4, "color": colour, "alpha": alpha}
         axis.plot(tokens, values, style, label=percent, **line)
     for x, row in zip(tokens, rows, strict=True):
-        place = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center"}
+        place = {"textcoords": "offset points", "xytext": (-4, 4), "ha": "right"}
         axis.annotate(
             _short(row["load"]), (x, row[f"{series}_p99_ms"]), fontsize=7.5, color=FAINT, **place
         )
     axis.set_xlabel("output tokens/s")
     axis.margins(x=0.08, y=0.12)
     axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
+    least = min(row[f"{series}_p50_ms"] for row in rows)
+    if least > 0 and max(row[f"{series}_p99_ms"] for row in rows) > LOG_FROM * least:
+        _draw_logarithmic(axis)
+    else:
+        axis.set_ylim(bottom=0)
     _legend(axis)
+
+
+def _draw_logarithmic(axis: Any) -> None:
+    """A server past its limit is slower by powers of ten: on a plain scale all that it did before would be a line on the ground."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_locator(LogLocator(subs=()))
 
 
 def _figure_class() -> Any:
@@ -201,7 +216,12 @@ def _draw_over_time(axis: Any, dots: Dots, colour: str) -> None:
     )
     if many:
         _draw_bands(axis, dots)
-    axis.set_ylim(0, _top(dots.ms))
+    top = _top(dots.ms)
+    axis.set_ylim(0, top)
+    num_above = int((dots.ms > top).sum())
+    if num_above:
+        text = f"{num_above} above, up to {number(float(dots.ms.max()))} ms"
+        axis.text(0.01, 0.97, text, transform=axis.transAxes, va="top", fontsize=8, color=FAINT)
 
 
 def _draw_bands(axis: Any, dots: Dots) -> None:

@@ -30,6 +30,8 @@ SWEEP = (
     ("p99", "itl_p99_ms"),
     ("e2e p50", "e2e_p50_ms"),
     ("p99", "e2e_p99_ms"),
+    ("lag p50", "lag_p50_ms"),
+    ("p99", "lag_p99_ms"),
     ("good/s", "goodput_per_s"),
     ("errors", "errors"),
 )
@@ -91,8 +93,8 @@ def load_text(row: Mapping[str, Any]) -> str:
 
 
 def sweep_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line a load; latencies in ms."""
-    columns = [column for column in SWEEP if column[1] in rows[0]]
+    """One line a load; latencies in ms. A column that is empty for all of them is left out."""
+    columns = [column for column in SWEEP if any(row.get(column[1]) is not None for row in rows)]
     cells = []
     for row in rows:
         shown = dict(row) | {"errors": sum(row["errors"].values())}

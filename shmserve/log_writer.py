@@ -1,4 +1,4 @@
-"""The log of a child process: lines that go to stderr from a thread of their own, so that nobody who says something waits for it.
+"""The log of a process: lines that go to stderr from a thread of their own, so that nobody who says something waits for it.
 
 Owns: the lines that stderr has not taken, at most MOST_BYTES of them, and what a line looks like (--log-format). Never: waits in
 `write`, or reorders.
@@ -12,6 +12,7 @@ taken at that moment. Any thread may write.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -103,6 +104,20 @@ class LogWriter:
             while done < len(data):
                 done += os.write(self._fd, data[done:])
         return done
+
+
+class LogStream(io.TextIOBase):
+    """A text stream for who prints lines: each write is one or more whole lines."""
+
+    def __init__(self, writer: LogWriter) -> None:
+        self._writer = writer
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._writer.write(text)
+        return len(text)
 
 
 class _ToWriter(logging.Handler):

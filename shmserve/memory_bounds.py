@@ -38,6 +38,8 @@ SEQUENCE_BYTES: Final = 16 * KIB
 """A sequence in the worker, without its tokens."""
 BLOCK_BYTES: Final = 1 * KIB
 """What is known of a KV block: its place in the free list, its tokens, its node in the prefix cache."""
+INDEXED_BLOCK_BYTES: Final = 256
+"""A block of a prompt in the index of who was sent it (measured: 134)."""
 IDLE_GROWTH_BYTES: Final = 48 * MIB
 """What a process grows by though nothing is kept: arenas of the allocator, caches of libraries, one request being parsed."""
 

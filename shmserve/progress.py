@@ -6,8 +6,12 @@ line that says ready, or starts a thread. A reader that went away does not end t
 
 from __future__ import annotations
 
+import json
 import shutil
+import time
 from typing import Final, TextIO
+
+from shmserve.log_writer import Lines
 
 _PLAIN_STEP: Final = 0.25  # a plain line for every quarter
 _BAR_CELLS: Final = 24
@@ -30,8 +34,9 @@ def _write(stream: TextIO, text: str) -> None:
 class Reporter:
     """Call it with a text and a fraction (0 to 1, or None where it is unknown); `say` prints a sentence."""
 
-    def __init__(self, stream: TextIO, is_quiet: bool = False) -> None:
+    def __init__(self, stream: TextIO, is_quiet: bool = False, lines: Lines | None = None) -> None:
         self._stream = stream
+        self._lines = lines  # where every line is to be a JSON object
         self._is_quiet = is_quiet
         self._is_terminal = stream.isatty()
         self._is_moving = False
@@ -50,13 +55,20 @@ class Reporter:
         if text != last_text or done >= last_done + _PLAIN_STEP or done >= 1.0 > last_done:
             self._last = (text, done)
             shown = "" if fraction is None else f" {100 * fraction:.0f} %"
-            write_line(self._stream, f"shmserve: {text}{shown}")
+            self._say(f"{text}{shown}", "info")
 
     def say(self, text: str, is_warning: bool = False) -> None:
         """Print a sentence; the moving line ends first. A quiet reporter says warnings only."""
         self.finish()
         if is_warning or not self._is_quiet:
+            self._say(text, "warning" if is_warning else "info")
+
+    def _say(self, text: str, level: str) -> None:
+        if self._lines is None:
             write_line(self._stream, f"shmserve: {text}")
+        else:
+            fields = self._lines.fields(time.time(), level, text)
+            write_line(self._stream, json.dumps(fields))
 
     def finish(self) -> None:
         """Remove the moving line."""

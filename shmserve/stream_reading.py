@@ -75,12 +75,17 @@ class Reading:
             text += choice.get("text") or delta.get("content") or ""
             reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
             has_content = has_content or bool(text or reasoning or delta.get("tool_calls"))
+            if choice.get("timing"):
+                self._take_timing(choice["timing"], at_ns)
         if has_content:
             self.arrivals_ns.append(at_ns)
-        if chunk.get("timing"):
-            read_us = (at_ns - self.sent_ns) / 1e3
-            self.lags += [(at_ns, (read_us - us) / 1e3) for us in _made_us(chunk["timing"])]
         return Piece(text, reasoning) if has_content else NOTHING
+
+    def _take_timing(self, timing: Mapping[str, Any], at_ns: int) -> None:
+        """When the tokens of a frame were made, in us since the request had arrived at the server."""
+        read_us = (at_ns - self.sent_ns) / 1e3
+        for made_us in timing.get("token_us") or ():
+            self.lags.append((at_ns, (read_us - made_us) / 1e3))
 
     def refused(self, body: bytes) -> None:
         """The body of a response that is no stream."""
@@ -96,12 +101,6 @@ class Reading:
         if self.has_failed:
             return "error in stream"
         return None if self.is_done else "broken stream"
-
-
-def _made_us(timing: Any) -> list[float]:
-    """When the tokens of a frame were made, in us since the request arrived at the server."""
-    times = timing.get("tokens_us") or ()
-    return [float(us) for us in times]
 
 
 def message_of(answer: Any) -> str:

@@ -44,8 +44,9 @@ class Target:
         if self.ca_file:
             try:
                 context = ssl.create_default_context(cafile=self.ca_file)
-            except (OSError, ssl.SSLError) as error:
-                reason = getattr(error, "strerror", None) or "no usable PEM in it"
+            except OSError as error:
+                is_no_pem = isinstance(error, ssl.SSLError)  # which is an OSError too
+                reason = "no usable PEM in it" if is_no_pem else error.strerror
                 raise TargetError(f"--ca-file {self.ca_file} cannot be used: {reason}") from None
         connector: aiohttp.BaseConnector
         if self.uds:

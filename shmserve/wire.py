@@ -15,7 +15,8 @@ Token slot, 128 bytes (worker -> front end)
         TOP_LOGPROBS:   token_ids i4[12], logprobs f4[12]: the most likely tokens of position `index`; stands before the TOKENS
                         slot that closes its group
         STARTED/FINISH: prompt_tokens u4, cached_tokens u4, num_retractions u4, keep_bytes u4, matched_token i4,
-                        matched_stop i4, received_ns u8, admitted_ns u8, scheduled_ns u8, prefill_end_ns u8, first_token_ns u8;
+                        matched_stop i4, received_ns u8, admitted_ns u8, scheduled_ns u8, prefill_end_ns u8, first_token_ns u8,
+                        num_verified u4, num_drafts u4, num_accepted u4 (steps that verified guesses; those; of them right);
                         index = tokens generated so far
         MESSAGE:        count bytes of UTF-8 text (at most 96); stand before the FINISH that they explain
 
@@ -26,6 +27,7 @@ Submit slot, 4,096 bytes (front end -> worker)
         CONTINUATION: bytes 8.. kind; 10 its number u2; sections go on at 16
         ABORT, PAUSE, RESUME: the request of req_id.  ABORT_BY_ID: 16-byte digest at 24 (zeros: all);
         answered by a FINISH under req_id, whose matched_token counts them.  FLUSH_CACHE: answered under req_id
+        EVICT: the request of req_id, whosever it is, unless it was begun; ABORT_BY_ID with 8 zero bytes and a req_id: that one
 
 req_id = generation << 24 | front end index << 16 | table slot: a stale record can never reach a new request.
 Every SUBMIT is answered by exactly one FINISH, or by the channel's end.
@@ -147,14 +149,15 @@ FINISH_DTYPE: Final = _token_dtype(
     (
         "prompt_tokens", "cached_tokens", "num_retractions", "keep_bytes", "matched_token", "matched_stop",
         "received_ns", "admitted_ns", "scheduled_ns", "prefill_end_ns", "first_token_ns",
+        "num_verified", "num_drafts", "num_accepted",
     ),
-    ("<u4", "<u4", "<u4", "<u4", "<i4", "<i4", "<u8", "<u8", "<u8", "<u8", "<u8"),
-    (32, 36, 40, 44, 48, 52, 56, 64, 72, 80, 88),
+    ("<u4", "<u4", "<u4", "<u4", "<i4", "<i4", "<u8", "<u8", "<u8", "<u8", "<u8", "<u4", "<u4", "<u4"),
+    (32, 36, 40, 44, 48, 52, 56, 64, 72, 80, 88, 96, 100, 104),
 )  # fmt: skip
 
 _TOKEN_HEAD = struct.Struct("<QQIBBBBQ")  # the common 32 bytes
 _TIME_INDEX = struct.Struct("<QI")  # time_ns and index, at 8
-_FINISH = struct.Struct("<QQIBBBBQIIIIiiQQQQQ")
+_FINISH = struct.Struct("<QQIBBBBQIIIIiiQQQQQIII")
 
 
 def pack_finish(
@@ -172,11 +175,15 @@ def pack_finish(
     matched_token: int = -1,
     matched_stop: int = -1,
     stamps: Sequence[int] = (0, 0, 0, 0, 0),
+    guesses: Sequence[int] = (0, 0, 0),
 ) -> bytes:
-    """A FINISH or STARTED slot. `stamps`: received, admitted, first scheduled, prefill end, first token (ns; 0 if not yet)."""
+    """A FINISH or STARTED slot. `stamps`: received, admitted, first scheduled, prefill end, first token (ns; 0 if not yet).
+
+    `guesses`: steps that verified some, how many those were, and how many of them were right.
+    """
     head = _FINISH.pack(
         req_id, time_ns, completion_tokens, kind, 0, finish, 0, step, prompt_tokens, cached_tokens,
-        num_retractions, keep_bytes, matched_token, matched_stop, *stamps,
+        num_retractions, keep_bytes, matched_token, matched_stop, *stamps, *guesses,
     )  # fmt: skip
     return head.ljust(TOKEN_SLOT_BYTES, b"\0")
 
@@ -201,6 +208,9 @@ class FinishRecord:
     scheduled_ns: int
     prefill_end_ns: int
     first_token_ns: int
+    num_verified: int
+    num_drafts: int
+    num_accepted: int
 
 
 def unpack_finish(slot: bytes | memoryview) -> FinishRecord:
@@ -209,6 +219,7 @@ def unpack_finish(slot: bytes | memoryview) -> FinishRecord:
         req_id=f[0], time_ns=f[1], finish=f[5], step=f[7], completion_tokens=f[2], prompt_tokens=f[8],
         cached_tokens=f[9], num_retractions=f[10], keep_bytes=f[11], matched_token=f[12], matched_stop=f[13],
         received_ns=f[14], admitted_ns=f[15], scheduled_ns=f[16], prefill_end_ns=f[17], first_token_ns=f[18],
+        num_verified=f[19], num_drafts=f[20], num_accepted=f[21],
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def default_model() -> PreparedModel:
 
 # What takes longest comes first, so that neither process is left alone with it at the end.
 LONGEST_FIRST = (
+    "tests/browser/",
     "tests/e2e/",
     "tests/worker/cpu/",
     "tests/process/",

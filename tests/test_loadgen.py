@@ -291,3 +291,69 @@ def test_lateness_of_the_generator_counts_against_ttft():
 def test_a_spec_that_makes_no_sense_is_refused(fields):
     with pytest.raises(ValueError):
         LoadSpec(base_url="http://x", model="m", **(DEFAULTS | fields))
+
+
+def test_warm_up_is_sent_and_neither_counted_nor_told():
+    num_seen = 0
+    told = []
+
+    async def handler(request):
+        nonlocal num_seen
+        num_seen += 1
+        return await three_frames(request)
+
+    async def run():
+        async with serving(handler) as url:
+            fields = DEFAULTS | {"num_requests": 3, "num_warmup": 2}
+            return await run_load(LoadSpec(base_url=url, model="m", **fields), told.append)
+
+    report = asyncio.run(run())
+    assert num_seen == 5
+    assert [result.index for result in report.results] == [2, 3, 4]
+    assert sorted(result.index for result in told) == [2, 3, 4]
+
+
+def test_a_duration_ends_a_closed_loop_and_what_runs_is_waited_for():
+    report = load(three_frames, num_requests=None, duration_s=0.2, concurrency=2)
+    assert report.errors == {}
+    begin_ns = report.results[0].due_ns
+    assert all(result.due_ns - begin_ns < 0.2e9 for result in report.results)
+    assert len(report.results) > 2
+
+
+def test_a_unix_socket_and_a_key_are_used(tmp_path):
+    seen = []
+
+    async def handler(request):
+        seen.append(request.headers["Authorization"])
+        return await three_frames(request)
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", handler)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        path = str(tmp_path / "s")
+        await web.UnixSite(runner, path).start()
+        try:
+            fields = {"base_url": "http://localhost", "uds": path, "api_key": "k-1"}
+            return await run_load(LoadSpec(model="m", **(DEFAULTS | fields)))
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(run()).errors == {}
+    assert seen == ["Bearer k-1"]
+
+
+def test_a_refusal_keeps_its_message_and_a_dead_port_says_so():
+    async def handler(request):
+        return web.json_response({"error": {"message": "no room"}}, status=503)
+
+    assert load(handler).results[0].message == "no room"
+
+    async def nobody():
+        async with serving(handler) as url:
+            pass
+        return await run_load(LoadSpec(base_url=url, model="m", **DEFAULTS))
+
+    assert "Connection refused" in asyncio.run(nobody()).results[0].message

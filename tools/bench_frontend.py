@@ -6,7 +6,8 @@ the inside of the server; all it takes from it is its processes' command lines, 
     c        CPU ns of the front end's threads per content frame, in the steady window in which all B streams decode
     lag      the client's receive time of a token minus its time_ns in the emission log
     floor    the same two of the bare server, whose frames are a real frame of ours, byte for byte but for the id
-    place    the front end, or the floor, alone on one core; worker, supervisor, client and this process on another
+    place    the front end, or the floor, alone on one core; worker, supervisor, client and this process on another. Several front
+             ends, and everybody else, on both: there is no core for each
 
     feature  what the requests want beside plain text (frontend_features.py); the floor's frames stay plain, and the bars are plain's
 
@@ -240,6 +241,13 @@ def bars_of(rows: list[Row], step_ms: float) -> list[Bar]:
     "--uds", "over_unix", is_flag=True, help="talk over Unix sockets instead of TCP on loopback"
 )
 @click.option(
+    "--http-processes",
+    "num_http",
+    default=1,
+    show_default=True,
+    help="front ends of ours; their CPU is added up",
+)
+@click.option(
     "--server-option", "server_options", multiple=True, help="one more word for `shmserve start`"
 )
 @click.option("--quick", is_flag=True, help="B = 1, 64, 256 with one pair: to see that it works")
@@ -255,6 +263,7 @@ def main(
     num_redo: int,
     patience_s: float,
     over_unix: bool,
+    num_http: int,
     server_options: tuple[str, ...],
     quick: bool,
     json_path: str | None,
@@ -265,14 +274,22 @@ def main(
         num_pairs, num_redo, patience_s = 1, 0, 0.0
     settings = Settings(step_ms, num_tokens, num_pairs, num_redo, patience_s)
     front_core, other_core = two_cores()
-    os.sched_setaffinity(0, {other_core})
+    os.sched_setaffinity(0, {other_core} if num_http == 1 else {front_core, other_core})
     end_on_sigterm()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-frontend-") as name:
         folder = Path(name)
         program = compile_c(HERE / "sse_client.c", folder)
         with OurServer(
-            folder, max(sizes), num_tokens, step_ms, front_core, over_unix, server_options
+            folder,
+            max(sizes),
+            num_tokens,
+            step_ms,
+            front_core,
+            over_unix,
+            server_options,
+            pins=num_http == 1,
+            num_http=num_http,
         ) as ours:
             frame = ours.probe_frame()
             click.echo(f"a frame is {len(frame)} bytes: {frame.decode().strip()}", err=True)

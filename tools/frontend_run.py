@@ -9,6 +9,7 @@ import json
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ class Target(Protocol):
     @property
     def client_address(self) -> list[str]: ...
     @property
-    def measured_pid(self) -> int: ...
+    def measured_pids(self) -> Sequence[int]: ...
     @property
     def body_file(self) -> Path: ...
 
@@ -123,7 +124,8 @@ def run_client(
             "-o",
             out.name,
         ]
-        command += ["-k", str(num_tokens), "-t", str(timeout_s), "-P", str(target.measured_pid)]
+        command += ["-k", str(num_tokens), "-t", str(timeout_s), "-P"]
+        command += [",".join(map(str, target.measured_pids))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         text = Path(out.name).read_text()
     if not text:

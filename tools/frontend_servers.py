@@ -59,7 +59,7 @@ class Server:
         self.log_path = folder / f"{self.name}-emission.jsonl"
         self.log = EmissionLog(self.log_path)
         self.body_file = folder / f"{self.name}-body.json"
-        self.measured_pid = 0
+        self.measured_pids: list[int] = []
         self._output = folder / f"{self.name}-output.txt"
         self._core = core
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,8 +67,13 @@ class Server:
     def command(self) -> list[str]:
         raise NotImplementedError
 
-    def find_measured(self, pid: int) -> int:
+    def find_measured(self, pid: int) -> list[int]:
         raise NotImplementedError
+
+    @property
+    def measured_pid(self) -> int:
+        """The first of the measured processes; most servers have one."""
+        return self.measured_pids[0]
 
     @property
     def client_address(self) -> list[str]:
@@ -100,9 +105,9 @@ class Server:
             )
         try:
             wait_for(self._is_up, 120, f"{self.name} on port {self.port}")
-            self.measured_pid = self.find_measured(self._process.pid)
-            if self.pins:
-                pin(self.measured_pid, self._core)
+            self.measured_pids = self.find_measured(self._process.pid)
+            for pid in self.measured_pids if self.pins else ():
+                pin(pid, self._core)
         except BaseException:
             self.stop()
             raise
@@ -130,7 +135,7 @@ class Server:
 
 
 class OurServer(Server):
-    """shmserve over its simulated runner; the measured process is the front end, `-m shmserve.http`."""
+    """shmserve over its simulated runner; the measured processes are the front ends, `-m shmserve.http`."""
 
     name = "shmserve"
 
@@ -145,9 +150,11 @@ class OurServer(Server):
         options: tuple[str, ...],
         *,
         pins: bool = True,
+        num_http: int = 1,
     ) -> None:
         super().__init__(folder, core, over_unix)
         self.pins = pins
+        self._num_http = num_http
         self._max_num_seqs = max_num_seqs
         self._step_ms = step_ms
         self._options = options
@@ -175,19 +182,21 @@ class OurServer(Server):
         words += ["--emission-log", str(self.log_path)]
         if self.unix_path:
             words += ["--uds", self.unix_path]
+        if self._num_http > 1:
+            words += ["--http-processes", str(self._num_http)]
         return [*words, *self._options]
 
-    def find_measured(self, pid: int) -> int:
+    def find_measured(self, pid: int) -> list[int]:
         found = [
             child
             for child, cmdline in children_of(pid).items()
             if re.search(r"-m shmserve\.http\b", cmdline)
         ]
-        if len(found) != 1:
+        if len(found) != self._num_http:
             raise SystemExit(
-                f"expected one front end (-m shmserve.http) under pid {pid}, found {len(found)}"
+                f"expected {self._num_http} front ends (-m shmserve.http) under pid {pid}, found {len(found)}"
             )
-        return found[0]
+        return found
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -268,5 +277,5 @@ class FloorServer(Server):
         words += ["--emission-log", str(self.log_path)]
         return [*words, "--uds", self.unix_path] if self.unix_path else words
 
-    def find_measured(self, pid: int) -> int:
-        return pid
+    def find_measured(self, pid: int) -> list[int]:
+        return [pid]

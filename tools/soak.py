@@ -22,7 +22,7 @@ from typing import Final
 
 import click
 from bench_common import NoiseWatch, Row, end_on_sigterm, noise_sentence, print_table, write_json
-from soak_run import FLAGS, Soak
+from soak_run import DEADLY_PART, FLAGS, Soak
 from soak_traffic import PROFILES
 from soak_watch import SoakServer
 
@@ -35,10 +35,22 @@ MOST_PRINTED: Final = 40
 @click.option("--minutes", type=click.FloatRange(min=0), default=20.0, show_default=True)
 @click.option("--runner", type=click.Choice(list(PROFILES)), default="simulated", show_default=True)
 @click.option("--seed", default=1, show_default=True)
+@click.option(
+    "--deadly-part",
+    type=click.FloatRange(0, 1),
+    default=DEADLY_PART,
+    show_default=True,
+    help="Share of the run, from its beginning, in which processes die.",
+)
 @click.option("--keep-log", type=click.Path(dir_okay=False), help="Copy the server's log there.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False))
 def main(
-    minutes: float, runner: str, seed: int, keep_log: str | None, json_path: str | None
+    minutes: float,
+    runner: str,
+    seed: int,
+    deadly_part: float,
+    keep_log: str | None,
+    json_path: str | None,
 ) -> None:
     end_on_sigterm()
     profile = PROFILES[runner]
@@ -47,7 +59,7 @@ def main(
         tempfile.TemporaryDirectory() as folder,
         SoakServer(Path(folder), (*profile.flags, *FLAGS)) as server,
     ):
-        soak = Soak(server, profile, seed)
+        soak = Soak(server, profile, seed, deadly_part)
         rows: list[Row] = []
         try:
             try:

@@ -47,9 +47,12 @@ from soak_laws import (
 from soak_traffic import Mix, Profile, Song, book
 from soak_watch import Look, Process, SoakServer
 
+from shmserve.instance_socket import InstanceError
+
 ROUND_S: Final = 8.0
 CALM_EVERY: Final = 6
 DEADLY_PART: Final = 0.4  # of the run: deaths in it, none behind it
+TOGETHER: Final = 0.3  # of the rounds: both faults at once
 MOST_DEATHS: Final = (
     3  # of one role within the supervisor's five minutes: the fifth would end the server
 )
@@ -79,6 +82,7 @@ class Soak:
     server: SoakServer
     profile: Profile
     seed: int
+    deadly_part: float = DEADLY_PART
     windows: Windows = field(default_factory=Windows)
     looks: list[Look] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
@@ -104,7 +108,7 @@ class Soak:
             if time.monotonic() >= end:
                 break
             is_calm = number % CALM_EVERY == 0
-            is_deadly = time.monotonic() < begin + DEADLY_PART * (end - begin)
+            is_deadly = time.monotonic() < begin + self.deadly_part * (end - begin)
             await self._round(mix, number, [] if is_calm else self._draw(is_deadly), is_calm)
         await self._house(mix)
 
@@ -122,7 +126,7 @@ class Soak:
         await asyncio.gather(*map(one, songs))
 
     def _draw(self, is_deadly: bool) -> list[Fault]:
-        """Two faults for a round, from a bag in which every one is once."""
+        """Two faults for a round, of different processes, from a bag in which every one is once."""
         drawn: list[Fault] = []
         for _ in range(2):
             if not self._bag:
@@ -132,13 +136,14 @@ class Soak:
                 self._pick.shuffle(first)
                 self._bag = [*deaths[1], *first]
             fault = self._bag.pop()
-            is_too_much = (
-                self.windows.recent_deaths(fault.role, DEATHS_WINDOW_S) >= MOST_DEATHS
-                or any(other.role == fault.role for other in drawn)
-                or not is_deadly
+            taken = {other.role for other in drawn if other.role}
+            is_too_much = fault.is_death and (
+                not is_deadly
+                or self.windows.recent_deaths(fault.role, DEATHS_WINDOW_S) >= MOST_DEATHS
             )
-            if fault.is_death and is_too_much:
-                fault = self._pick.choice((BURST, FLOOD, *STOPS))
+            if is_too_much or fault.role in taken:
+                mild = [each for each in (BURST, FLOOD, *STOPS) if each.role not in taken]
+                fault = self._pick.choice(mild)
             drawn.append(fault)
         return drawn
 
@@ -183,7 +188,11 @@ class Soak:
                 await asyncio.sleep(self._pick.expovariate(self.profile.rate))
 
     async def _hurt(self, faults: list[Fault], mix: Mix, outcomes: list[Outcome]) -> None:
-        """One fault after the other, each until it is over."""
+        """One fault after the other, each until it is over; or both at once."""
+        if len(faults) > 1 and self._pick.random() < TOGETHER:
+            hurts = [self._hurt([fault], mix, outcomes) for fault in faults]
+            await asyncio.gather(*hurts)
+            return
         for fault in faults:
             await asyncio.sleep(self._pick.uniform(0.3, 1.5))
             self.faults[fault.name] += 1
@@ -209,15 +218,19 @@ class Soak:
             await asyncio.sleep(FLOOD_S)
 
     async def _signal(self, fault: Fault) -> None:
-        pid = self.server.pids()[fault.role]
+        """Stop a process and let it go on; or end it, and wait until the supervisor has noticed."""
+        pid = self.server.processes_by_board()[fault.role]
         os.kill(pid, fault.signal)
         if fault in STOPS:
             await asyncio.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
             return
         deadline = time.monotonic() + REPAIR_S
-        while self.server.pids().get(fault.role) == pid and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+            with contextlib.suppress(InstanceError):  # the supervisor may be stopped meanwhile
+                if (await asyncio.to_thread(self.server.pids))[fault.role] != pid:
+                    return
 
     async def _repaired(self, fault: Fault) -> None:
         """Every process is ready, and new requests would be served."""
@@ -225,7 +238,7 @@ class Soak:
         while time.monotonic() < deadline:
             try:
                 answer = await get(self.server.port, "/health", 5.0)
-                if answer.status == 200 and self.server.is_whole():
+                if answer.status == 200 and await asyncio.to_thread(self.server.is_whole):
                     return
             except (ConnectionError, TimeoutError):
                 await asyncio.sleep(0.05)  # a front end that comes or goes

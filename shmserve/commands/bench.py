@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shmserve.target import Target
 
 MOST_PROMPTS = 4096
-LATE_SHARE = 0.1
+LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def _show(row: dict[str, Any]) -> None:
 
     click.echo(load_text(row) + "\n")
     late_ms, ttft_ms = row["lateness_p99_ms"], row["ttft_p50_ms"]
-    if ttft_ms is not None and late_ms > 1.0 and late_ms > LATE_SHARE * ttft_ms:
+    if ttft_ms is not None and late_ms > 5.0 and late_ms > LATE_SHARE * ttft_ms:
         click.echo(
             f"shmserve: warning: the generator itself was late by up to {late_ms:.1f} ms (p99), which counts as the server's "
             "TTFT: give it a core of its own, or a smaller load",

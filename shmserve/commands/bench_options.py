@@ -117,14 +117,14 @@ _OPTIONS = (
         "objectives",
         default="",
         callback=_parsed(_objectives),
-        help="Limits in ms of a good request, for goodput: ttft=200,itl=50,tpot=30,e2e=9000.",
+        help="Limits in ms of a good request, for goodput: ttft=200,itl=50 (its longest gap),tpot=30,e2e=9000.",
     ),
     click.option(
         "--timing-every",
         type=click.IntRange(0),
         default=8,
         show_default=True,
-        help="One request in so many asks the server when it made its tokens, for lag. 0: none does.",
+        help="One request in so many asks the server when it made its tokens, for lag. 0 for servers that refuse that.",
     ),
     click.option(
         "--seed", default=0, show_default=True, help="Of arrivals, prompts and drawn lengths."

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from shmserve.http.health import Boards
 from shmserve.http.listener import Listener
 from shmserve.http.neighbours import Neighbours
 from shmserve.http.occupancy import Occupancy, most_connections
+from shmserve.http.request_book import RequestBook, RequestRecord
+from shmserve.http.request_log import RequestLog
 from shmserve.http.request_templates import RequestTemplates
 from shmserve.http.routing import Router
 from shmserve.http.security import bound_addresses, warning_of
@@ -36,6 +39,7 @@ from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
+from shmserve.log_writer import Lines
 from shmserve.models import PreparedModel
 from shmserve.orphan import PATIENCE_S, OrphanGuard, remove_leftovers
 from shmserve.rings.channel import Channel
@@ -84,6 +88,7 @@ class HttpProcess:
             slow_clients=SlowClients(joined.board),
             board=joined.board,
             started_at=int(time.time()),
+            book=self._open_book(),
         )
         self._occupancy = self._bound_connections()
         self._stopped = asyncio.Event()
@@ -135,11 +140,24 @@ class HttpProcess:
         self._occupancy.close()
         await runner.cleanup()
         self._beat_timer.cancel()
+        if self.front.book is not None:
+            self.front.book.settle(is_last=True)
         self.front.tokenizer.close()
         self.front.grammars.close()
         if self._orphaned:
             remove_leftovers(self.board.segment, os.environ, PATIENCE_S)
         return 0
+
+    def _open_book(self) -> RequestBook | None:
+        """Who wants to hear of every request; None if nobody does."""
+        joined, config = self.joined, self.joined.config
+        tells: list[Callable[[RequestRecord], None]] = []
+        if config.log_requests and config.log_level in ("debug", "info"):
+            lines = Lines(f"http[{joined.index}]", config.log_format)
+            tells.append(RequestLog(lines, joined.log.write).tell)
+        if not tells:
+            return None
+        return RequestBook(self.client.times, self.client.table.size, tells)
 
     def _bound_connections(self) -> Occupancy:
         config, admission = self.joined.config, self.front.admission
@@ -268,6 +286,8 @@ class HttpProcess:
         board["connections"] = len(self._server.connections) if self._server else 0
         for link in self.client.links.values():
             link.fold_times()
+        if self.front.book is not None:
+            self.front.book.settle()
         self._beat_due = now + HEARTBEAT_S
         self._beat_timer = loop.call_at(self._beat_due, self._beat)
 

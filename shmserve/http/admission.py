@@ -178,7 +178,8 @@ class Admission:
         finish = entry.finish
         is_evicted = finish is not None and finish.finish == FinishReason.EVICTED
         if is_evicted and not entry.is_aborted:
-            if entry.party.error is None:  # by another front end's better one: all of the request goes
+            # Another front end had a better one: all of the request goes.
+            if entry.party.error is None:
                 self._evict(entry.party)
             entry.error = entry.party.error
         entry.party.left(entry)

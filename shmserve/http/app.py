@@ -28,6 +28,7 @@ from shmserve.http.errors import ApiError
 from shmserve.http.front_end import ARRIVAL, FrontEnd
 from shmserve.http.metrics import InstanceCollector, render
 from shmserve.http.openai import endpoints, responses
+from shmserve.http.request_book import RECORD, STATUS_GONE
 from shmserve.http.security import CHALLENGE, Gate
 from shmserve.http.slow_client import rules_of
 from shmserve.http.ui import add_page
@@ -47,6 +48,17 @@ def entrance(gate: Gate, front: FrontEnd) -> Middleware:
     @web.middleware
     async def enter(request: web.Request, handler: Handler) -> web.StreamResponse:
         request[ARRIVAL] = time.monotonic_ns()
+        record = front.book.begin(request) if front.book is not None else None
+        if front.book is None or record is None:
+            return await respond(request, handler)
+        answer = None
+        try:
+            answer = await respond(request, handler)
+            return answer
+        finally:  # its client may have gone, and nothing is answered then
+            front.book.ended(record, answer)
+
+    async def respond(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             refusal = gate.check(request)
             answer = refusal if refusal is not None else await handler(request)
@@ -70,8 +82,12 @@ def _as_answer(request: web.Request, error: Exception) -> web.Response:
         log.debug("%s %s: %s", request.method, request.path, error)
         if request.transport is not None:
             request.transport.abort()
+        if RECORD in request:
+            request[RECORD].status = STATUS_GONE
         return web.Response()
     api_error = _as_api_error(request, error)
+    if RECORD in request:
+        request[RECORD].error_code = api_error.code or api_error.type
     is_anthropic = request.path.startswith("/v1/messages")
     response = error_response(api_error) if is_anthropic else api_error.response()
     response.headers.update(endpoints.response_headers(request, None, []))

@@ -87,11 +87,18 @@ class Choice:
         self.is_open = False
         return self.format.closing(self.text.finish(entry.finish.keep_bytes), (), entry)
 
-    def take_waiting(self) -> tuple[str, list[int]]:
-        """What waited for a congested client, as one delta."""
-        waited = self.waiting_text.decode(), self.waiting_ids.tolist()
+    def take_joined(self) -> tuple[str, list[int]]:
+        """What has come since the last call, as one delta."""
+        taken = self.take()
+        return "".join(text for text, _ in taken), [ids[0] for _, ids in taken]
+
+    def waiting_frame(self) -> bytes:
+        """The event of what waited for a congested client; b"" if nothing did."""
+        if not self.waiting_ids:
+            return b""
+        text, ids = self.waiting_text.decode(), self.waiting_ids.tolist()
         self.drop_waiting()
-        return waited
+        return self.format.delta(text, ids)
 
     def drop_waiting(self) -> None:
         self.waiting_text = bytearray()

@@ -271,7 +271,7 @@ class WorkerClient:
         self.http_index = http_index
         self._roster = board.rosters["requests"]
         self._workers = board.rosters["workers"]
-        self.router = Router(self.links, board)  # whoever knows the neighbours puts another in place
+        self.router = Router(self.links, board)  # until whoever knows the settings says
         self._free_slots = deque(range(rings.table_size))
         # Generations go on across restarts (one per ms of the clock, at least), so that response ids stay unique.
         self._generations = itertools.count(time.time_ns() // 1_000_000 & 0xFFFF_FFFF)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shmserve.http.in_flight import InFlight
 
 ARRIVAL: Final[web.RequestKey[int]] = web.RequestKey("arrival_ns", int)
+PARSED: Final[web.RequestKey[int]] = web.RequestKey("parsed_ns", int)
+"""When its body was read and checked."""
 DEADLINE: Final[web.RequestKey[int]] = web.RequestKey("deadline_ns", int)
 
 HEADER: Final = "X-Request-Timeout-Ms"

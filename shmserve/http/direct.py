@@ -52,6 +52,7 @@ class DirectTable:
 
     def __init__(self, num_slots: int) -> None:
         size = 1 << max(0, num_slots - 1).bit_length()
+        self.size = size
         self.mask = np.uint64(size - 1)
         self.owner = np.zeros(size, np.uint64)  # req_id; 0: nobody
         self.paths: list[Direct | None] = [None] * size  # None: not by the pump, now

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from shmserve.http.client import WorkerClient
 from shmserve.http.deadlines import (
     ARRIVAL,
     DEADLINE,
+    PARSED,
     Overdue,
     deadline_exceeded,
     deadline_of,
@@ -32,6 +32,7 @@ from shmserve.http.deadlines import (
 from shmserve.http.detokenizer import Pieces, TextStream
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.request_book import RECORD, RequestBook, RequestRecord
 from shmserve.http.request_templates import RequestTemplates
 from shmserve.http.routing import RANK, not_serving, rank_of
 from shmserve.http.slow_client import SlowClients
@@ -43,9 +44,6 @@ from shmserve.http.turnstile import Turnstile
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.rings.board import Board
-
-PARSED: Final[web.RequestKey[int]] = web.RequestKey("parsed_ns", int)
-"""When its body was read and checked; set by `FrontEnd.admit`."""
 
 __all__ = ["ARRIVAL", "FrontEnd", "Generation", "Wanted", "choices_of", "digest_of"]
 
@@ -67,6 +65,7 @@ class FrontEnd:
     slow_clients: SlowClients
     board: Board
     started_at: int  # wall clock, s: the "created" of the model
+    book: RequestBook | None = None  # where somebody wants to hear of every request
 
     @property
     def max_model_len(self) -> int:
@@ -165,6 +164,7 @@ class Generation:
         self._deadline_ns = request.get(DEADLINE, 0)
         self._rank = request.get(RANK)
         self._overdue: Overdue | None = None
+        self._record = request.get(RECORD)
         self._digest = digest_of(external_id) if external_id else b""
 
     async def __aenter__(self) -> Generation:
@@ -191,6 +191,8 @@ class Generation:
                         timing=TokenTimes(self._entrance) if wanted.is_timed else None,
                     )
                 )
+                if self._record is not None:
+                    self._enter_record(self._record)
                 if party.error is not None:  # somebody better came while it waited for the ring
                     raise party.error
             self._watch()
@@ -206,6 +208,20 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self._release()
+
+    def _enter_record(self, record: RequestRecord) -> None:
+        """The book hears of the newest completion, and with the first of the request."""
+        entry, book = self.entries[-1], self._front.book
+        if len(self.entries) == 1:
+            record.entries = self.entries
+            record.params = self.wanted[0].params
+            # The completions of one prompt share its array.
+            prompts = {id(wanted.prompt_ids): len(wanted.prompt_ids) for wanted in self.wanted}
+            record.num_prompt_tokens = sum(prompts.values())
+            record.parsed_ns = self._entrance.parsed_ns
+            record.tokenised_ns = self._entrance.tokenised_ns
+        if book is not None:
+            book.entered(record, entry, entry.place)
 
     def _watch(self) -> None:
         waiting_s = self._front.config.worker.waiting_timeout_s

@@ -1,7 +1,7 @@
 """Where the tokens of one front end spent their time: collected in arrays, folded into its board's histograms.
 
 Owns: the four hops of a token (sampled, published, popped, framed, written) and the time between the frames of a stream, for the tokens
-that the pump writes itself (`note_turn`) and for those that go the slow way: records (`note_records`) and the frames that they end in
+that the pump writes itself (`note_turn`) and for those that go the slow way: their records (`note_slots`) and the frames that they end in
 (`note_frame`). Never: computes anything per token; a few thousand are folded at once, and whatever there is on the heartbeat.
 Event loop's thread only.
 """
@@ -9,13 +9,17 @@ Event loop's thread only.
 from __future__ import annotations
 
 from array import array
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from shmserve.http.interval_log import IntervalLog
 from shmserve.rings.board import Board
-from shmserve.wire import TOKENS_PER_SLOT
+from shmserve.wire import TOKENS_DTYPE, TOKENS_PER_SLOT, TokenKind
+
+if TYPE_CHECKING:
+    from shmserve.http.in_flight import InFlight
 
 FOLD_AFTER: Final = 4096
 FOLD_RECORDS_AFTER: Final = 1024
@@ -35,6 +39,9 @@ class HopTimes:
         self._records: list[tuple[npt.NDArray[np.void], int]] = []
         self._num_records = 0
         self._frames = array("q")  # popped -> framed, framed -> written of each
+        self._frames_itl = array("q")
+        self.intervals: IntervalLog | None = None  # only where somebody wants them by request
+        self._rows: list[npt.NDArray[np.int32]] = []  # of each turn's tokens
 
     def note_turn(
         self,
@@ -42,34 +49,42 @@ class HopTimes:
         delays_us: npt.NDArray[np.uint32],
         popped_ns: int,
         num_written: int,
+        places: npt.NDArray[np.uint64] | None = None,
     ) -> None:
-        """The pump has written so many tokens, and appended their times to `written` and `itl_wire`."""
+        """The pump has written so many tokens, and appended their times to `written` and `itl_wire`. `places` of the table are given where
+        `intervals` is."""
         self._turns.append((times_ns, delays_us, popped_ns, num_written))
+        if places is not None and self.intervals is not None:
+            self._rows.append(self.intervals.row_of_place[places])
         if len(self.written) >= FOLD_AFTER:
             self.fold()
 
-    def note_records(self, records: npt.NDArray[np.void], popped_ns: int) -> None:
-        """TOKENS records (TOKENS_DTYPE) that were read and go the slow way, to a stream or into a plain answer."""
+    def note_slots(self, view: memoryview, chosen: list[int], popped_ns: int) -> None:
+        """Slots of `view` that go the slow way, to a stream or into a plain answer; those that hold no tokens are passed over."""
+        records = np.frombuffer(view, TOKENS_DTYPE)[chosen]  # a copy: nothing holds the view
+        records = records[records["kind"] == TokenKind.TOKENS]
         self._records.append((records, popped_ns))
         self._num_records += len(records)
         if self._num_records >= FOLD_RECORDS_AFTER:
             self.fold()
 
-    def note_frame(
-        self, popped_ns: int, framed_ns: int, written_ns: int, before_ns: int, num_tokens: int
-    ) -> None:
-        """A frame of the slow way was written: its newest token's times, and when the stream's frame before it was (0: none).
+    def note_frame(self, entry: InFlight, framed_ns: int, written_ns: int, num_tokens: int) -> None:
+        """A frame of the slow way was written: its newest token's times.
 
         Who came with another token in one frame came at once: a time of 0.
         """
-        self._frames.append(framed_ns - popped_ns)
+        before_ns, row = entry.last_written_ns, entry.log_row
+        self._frames.append(framed_ns - entry.popped_ns)
         self._frames.append(written_ns - framed_ns)
         if before_ns:
-            self.itl_wire.append(written_ns - before_ns)
+            # Not into `itl_wire`: the pump may be in the middle of a turn.
+            self._frames_itl.append(written_ns - before_ns)
+            if self.intervals is not None:
+                self.intervals.observe_one(row, written_ns - before_ns, num_tokens - 1)
             if num_tokens > 1:
                 self._histograms["itl_wire_us"].observe_one(0, num_tokens - 1)
         if len(self._frames) >= FOLD_AFTER:
-            self.fold()
+            self._fold_frames()
 
     def fold(self) -> None:
         """Put what was collected into the board's histograms."""
@@ -78,13 +93,24 @@ class HopTimes:
         if self._records:
             self._fold_records()
         if self._frames:
-            both = np.array(self._frames, np.int64).reshape(-1, 2)
-            del self._frames[:]
-            self._observe("hop_frame_us", both[:, 0])
-            self._observe("hop_write_us", both[:, 1])
+            self._fold_frames()
         if self.itl_wire:
-            self._histograms["itl_wire_us"].observe(np.array(self.itl_wire, np.int64) // 1000)
+            itl_ns = np.array(self.itl_wire, np.int64)
             del self.itl_wire[:]
+            self._histograms["itl_wire_us"].observe(itl_ns // 1000)
+            if self._rows and self.intervals is not None:
+                rows, self._rows = np.concatenate(self._rows), []
+                self.intervals.observe(rows, itl_ns)
+
+    def _fold_frames(self) -> None:
+        both = np.array(self._frames, np.int64).reshape(-1, 2)
+        del self._frames[:]
+        self._observe("hop_frame_us", both[:, 0])
+        self._observe("hop_write_us", both[:, 1])
+        if self._frames_itl:
+            itl_ns = np.array(self._frames_itl, np.int64)
+            del self._frames_itl[:]
+            self._histograms["itl_wire_us"].observe(itl_ns // 1000)
 
     def _fold_turns(self) -> None:
         turns, self._turns = self._turns, []

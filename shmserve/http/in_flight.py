@@ -75,6 +75,7 @@ class InFlight:
         "is_aborted",
         "is_submitted",
         "link",
+        "log_row",
         "logprobs",
         "on_tokens",
         "party",
@@ -110,6 +111,7 @@ class InFlight:
         self.is_submitted = False  # the SUBMIT is in the ring (not waiting outside it)
         self.is_aborted = False
         self.aborted_ns = 0  # when that was decided
+        self.log_row = 0  # where its times between tokens are counted; 0: nowhere (interval_log.py)
         self.text: TextStream | None = None  # the newest that reads it
         self.started: FinishRecord | None = None
         self.finish: FinishRecord | None = None
@@ -133,6 +135,11 @@ class InFlight:
             return stops[self.finish.matched_stop].decode()
         assert self.text is not None
         return self.text.matched_text
+
+    @property
+    def place(self) -> int:
+        """Its place in the table."""
+        return self._slot
 
     @property
     def direct(self) -> Direct | None:

@@ -132,6 +132,8 @@ class NativeAnswer:
         if finish.scheduled_ns:
             times["queue_time"] = (finish.scheduled_ns - entry.arrival_ns) / 1e9
             times["forward_entry_time"] = time_of_day(finish.scheduled_ns)
+        if finish.num_verified:
+            times |= self._speculation(finish)
         if finish.prefill_end_ns:
             times["prefill_finished_time"] = time_of_day(finish.prefill_end_ns)
         if finish.first_token_ns:
@@ -140,6 +142,18 @@ class NativeAnswer:
             if took_s > 0:
                 times["decode_throughput"] = (finish.completion_tokens - 1) / took_s
         return times
+
+    def _speculation(self, finish: FinishRecord) -> dict[str, float]:
+        """SGLang's keys of a request that has speculated; the last two are those names' older forms."""
+        return {
+            "spec_verify_ct": finish.num_verified,
+            "spec_accept_rate": finish.num_accepted / finish.num_drafts,
+            "spec_accept_length": 1 + finish.num_accepted / finish.num_verified,
+            "spec_num_proposed_drafts": finish.num_drafts,
+            "spec_num_correct_drafts": finish.num_accepted,
+            "spec_proposed_drafts": finish.num_drafts,
+            "spec_accepted_drafts": finish.num_accepted,
+        }
 
     def _finish_reason(self) -> dict[str, Any]:
         finish = self._entry.finish

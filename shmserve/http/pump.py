@@ -36,7 +36,6 @@ from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire import (
     FLAG_LAST_IS_STOP,
     TOKEN_SLOT_BYTES,
-    TOKENS_DTYPE,
     TokenKind,
     WireError,
     token_key,
@@ -205,16 +204,15 @@ class Pump:
         if num_direct:
             words[self._w_frames] += num_direct
             chosen = np.delete(records, skipped) if skipped else records
+            places = None
+            if self._times.intervals is not None:
+                places = np.delete(slots, skipped) if skipped else slots
             self._times.note_turn(
-                chosen["time_ns"].copy(), chosen["delay_us"].copy(), popped, num_direct
+                chosen["time_ns"].copy(), chosen["delay_us"].copy(), popped, num_direct, places
             )
             del chosen
         if slow_tokens:
-            looked_at = np.array(skipped)
-            is_tokens = records["meta"][looked_at] & 0xFF == TokenKind.TOKENS
-            # Indexing copies: nothing holds the view.
-            whole = np.frombuffer(view, TOKENS_DTYPE)[looked_at[is_tokens]]
-            self._times.note_records(whole, popped)
+            self._times.note_slots(view, skipped, popped)
         del records, ids
         view.release()
         consumer.release(count)

@@ -49,6 +49,8 @@ def check_finish(record: FinishRecord, now_ns: int) -> None:
         raise WireError("more cached tokens than the prompt has")
     if record.matched_stop < (0 if reason == FinishReason.STOP_STRING else -1):
         raise WireError(f"stop string {record.matched_stop}")
+    if record.num_verified > record.num_drafts or record.num_accepted > record.num_drafts:
+        raise WireError("guesses that do not add up")
     newest_ns = max(
         record.received_ns,
         record.admitted_ns,

@@ -63,8 +63,10 @@ class PrefixIndex:
     def __init__(self, block_size: int, most_blocks: int = MOST_ROUTING_BLOCKS) -> None:
         self._num_bytes = 4 * block_size
         self._most = most_blocks
-        # Key of a block -> the workers, a bit each. In order of use: the first is the next to go.
+        # Key of a block -> the workers, a bit for each life of one. In order of use: the first is the next to go.
         self._workers: OrderedDict[int, int] = OrderedDict()
+        self._bits: dict[int, int] = {}  # of the workers that live
+        self._num_lives = 0
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -81,34 +83,40 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[int], workers: Sequence[int]) -> dict[int, int]:
         """How many blocks from the beginning each of `workers` was sent."""
-        found = dict.fromkeys(workers, 0)
-        left = sum(1 << worker for worker in workers)
-        for depth, key in enumerate(keys, 1):
-            left &= self._workers.get(key, 0)
-            if not left:
+        found = {}
+        left = {worker: bit for worker in workers if (bit := self._bits.get(worker, 0))}
+        wanted = sum(left.values())
+        for depth, key in enumerate(keys):
+            if not wanted:
                 break
-            for worker in workers:
-                if left >> worker & 1:
+            mask = self._workers.get(key, 0) & wanted
+            if mask != wanted:
+                for worker in [worker for worker, bit in left.items() if not bit & mask]:
                     found[worker] = depth
-        return found
+                    del left[worker]
+                wanted = mask
+        return dict.fromkeys(workers, 0) | found | dict.fromkeys(left, len(keys))
 
     def note(self, keys: Sequence[int], worker: int) -> None:
         """`worker` was sent these."""
-        known, bit = self._workers, 1 << worker
+        if worker not in self._bits:
+            self._bits[worker] = 1 << self._num_lives
+            self._num_lives += 1
+        known, bit, alive = self._workers, self._bits[worker], sum(self._bits.values())
         for key in reversed(keys):  # the beginning last: it goes last
-            known[key] = known.get(key, 0) | bit
+            known[key] = known.get(key, 0) & alive | bit
             known.move_to_end(key)
         while len(known) > self._most:
             known.popitem(last=False)
 
     def forget(self, worker: int) -> None:
-        """Its cache is empty."""
-        bit = 1 << worker
-        kept = [(key, mask & ~bit) for key, mask in self._workers.items() if mask & ~bit]
-        self._workers = OrderedDict(kept)
+        """Its cache is empty: its next life gets another bit. Blocks that only it had stay until they are the next to go."""
+        self._bits.pop(worker, None)
 
     def clear(self) -> None:
         self._workers.clear()
+        self._bits.clear()
+        self._num_lives = 0
 
 
 class Router:
@@ -186,7 +194,6 @@ class Router:
     def forget(self, worker: int) -> None:
         """It died: whoever takes its place has computed nothing."""
         self.index.forget(worker)
-        self._board["routing_blocks"] = len(self.index)
 
     def clear(self) -> None:
         """The workers' caches were flushed."""

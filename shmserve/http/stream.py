@@ -25,6 +25,7 @@ from shmserve.http.deadlines import failure_of
 from shmserve.http.direct import direct_path
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.request_book import RECORD
 from shmserve.http.slow_client import SlowClientRules
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class SseStream:
 
     def _advance(self, choice: Choice) -> bytes:
         """Events for what has come, the choice's end included."""
-        frames = [self._waiting_frame(choice)]
+        frames = [choice.waiting_frame()]
         frames += [choice.format.delta(text, ids) for text, ids in choice.take()]
         whole = b"".join(frames)
         entry = choice.entry
@@ -204,26 +205,18 @@ class SseStream:
         choice.has_events = bool(whole)
         return whole
 
-    def _waiting_frame(self, choice: Choice) -> bytes:
-        if not choice.waiting_ids:
-            return b""
-        return choice.format.delta(*choice.take_waiting())
-
     def _note_written(self, choice: Choice) -> None:
         """A frame of this choice is on its way: its first token ends an interval, the others came with it."""
         now, entry = time.monotonic_ns(), choice.entry
         if choice.num_unwritten:
-            self._times.note_frame(
-                entry.popped_ns,
-                choice.framed_ns,
-                now,
-                entry.last_written_ns,
-                choice.num_unwritten,
-            )
+            self._times.note_frame(entry, choice.framed_ns, now, choice.num_unwritten)
             if not self._has_written:
                 self._has_written = True
                 ttft_us = (now - entry.arrival_ns) // 1000
                 self._client.board.histograms["ttft_us"].observe_one(ttft_us)
+                record = self._request.get(RECORD)
+                if record is not None:
+                    record.first_written_ns = now
         if entry.timing is not None:
             entry.timing.written(now)
         choice.num_unwritten = 0
@@ -243,9 +236,7 @@ class SseStream:
             )  # a half-closed client is gone, though its handler is never cancelled
             return
         choice = self._by_entry[id(entry)]
-        taken = choice.take()
-        text = "".join(part for part, _ in taken)
-        ids = [token_id for _, part in taken for token_id in part]
+        text, ids = choice.take_joined()
         if self._congestion.is_on:
             self._congestion.hold(choice, text, ids)
             return

@@ -38,7 +38,22 @@ def state_of(
         matched_token=ending.matched_token,
         matched_stop=ending.matched_stop,
         stamps=sequence.stamps(),
+        guesses=_guesses_of(sequence, columns),
     )
+
+
+def _guesses_of(sequence: Sequence, columns: Columns) -> tuple[int, int, int]:
+    """Of one that speculates: steps that verified guesses, guesses, right ones; the newest step included."""
+    guesser, row = sequence.guesser, sequence.row
+    if guesser is None:
+        return (0, 0, 0)
+    if row >= 0:
+        newest = columns.token_ids[row, guesser.num_tokens : int(columns.num_tokens[row])]
+    else:
+        newest = sequence.token_ids[guesser.num_tokens :]
+    if len(newest):
+        guesser.follow(newest.tolist())
+    return (guesser.num_verified, guesser.num_drafts, guesser.num_accepted)
 
 
 def end_of(

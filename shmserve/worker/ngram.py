@@ -30,6 +30,9 @@ class NgramIndex:
     def __init__(self, token_ids: npt.NDArray[np.int32], most: int) -> None:
         self.most = most
         self.num_guessed = 0
+        self.num_verified = 0  # guesses whose success is known, their tokens, and of these the right ones
+        self.num_drafts = 0
+        self.num_accepted = 0
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
         self._length = min(FIRST_GUESS, most)
@@ -67,7 +70,12 @@ class NgramIndex:
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """What came since the last guess: the guesses that were right, and a token behind them."""
-        self.learn(self.num_guessed, min(self.num_guessed, len(token_ids) - 1))
+        num_right = min(self.num_guessed, len(token_ids) - 1)
+        if self.num_guessed:
+            self.num_verified += 1
+            self.num_drafts += self.num_guessed
+            self.num_accepted += max(0, num_right)
+        self.learn(self.num_guessed, num_right)
         self.num_guessed = 0
         self.extend(token_ids)
 

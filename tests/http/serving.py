@@ -217,7 +217,9 @@ class Asker:
 class Server(Asker):
     """A server process. Use `stop` at the end: it checks that it ended well and left nothing."""
 
-    def __init__(self, folder: Path, name: str, *flags: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, *flags: str, stderr: int = subprocess.STDOUT
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.log = folder / "log"
@@ -227,7 +229,7 @@ class Server(Asker):
         argv = [sys.executable, "-m", "shmserve", "start", f"--instance={name}", "--port=0", *flags]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                argv, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                argv, env=environ, stdout=log, stderr=stderr, start_new_session=True
             )
         super().__init__(0)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from serving import until
 
 from shmserve import boards
 from shmserve.http import metric_table as table
 from shmserve.http.stock_metrics import all_stock
 from shmserve.rings import layout
+from tools.dashboard import dashboard
 from tools.metrics_page import page
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +29,8 @@ def told(server):
     server.complete(prompt="Hello world", max_tokens=2)
     assert server.post("/v1/completions", {"prompt": ""}).status == 400
     server.wait_idle()
+    # Times are folded into the histograms on the heartbeat.
+    until(lambda: server.metrics()["shmserve_itl_wire_seconds_sum", "http0"] > 0, "folded")
     text = server.get("/metrics").body.decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -100,7 +106,7 @@ def test_times_are_seconds(told) -> None:
         told, "shmserve_step_seconds_count", process="worker0"
     )
     assert 0.00005 < mean < 1  # --step-ms=1
-    first = [s for s in told["shmserve_hop_write_seconds"].samples if "le" in s.labels][0]
+    first = next(s for s in told["shmserve_hop_write_seconds"].samples if "le" in s.labels)
     assert first.labels["le"] == "5e-05"
 
 
@@ -174,3 +180,39 @@ def test_the_dashboard_is_json_that_places_every_panel() -> None:
         if panel["type"] != "row":
             assert panel["targets"] and panel["description"], panel["title"]
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_the_dashboard_is_the_tools() -> None:
+    assert (ROOT / "deploy" / "grafana" / "shmserve.json").read_text() == dashboard()
+
+
+def test_every_alert_has_a_test_that_it_fires() -> None:
+    alerts = re.findall(r"alert: (\w+)", (ROOT / "deploy" / "prometheus-rules.yml").read_text())
+    tests = (ROOT / "deploy" / "prometheus-rules.test.yml").read_text()
+    assert len(alerts) > 10
+    assert not [alert for alert in alerts if alert not in tests]
+
+
+@pytest.mark.slow
+def test_promtool_takes_configuration_rules_and_metrics(server) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not here (Debian's package prometheus)")
+
+    def run(*args: str, text: str | None = None) -> str:
+        done = subprocess.run(
+            [promtool, *args], input=text, capture_output=True, text=True, cwd=ROOT / "deploy"
+        )
+        lint = "\n".join(
+            line
+            for line in (done.stdout + done.stderr).splitlines()
+            if not re.match(r"(vllm|sglang):\w+ metric names should not contain ':'", line)
+        )
+        assert done.returncode == 0 or args[0:2] == ("check", "metrics"), lint
+        return lint
+
+    run("check", "config", "prometheus.yml")
+    run("check", "rules", "prometheus-rules.yml")
+    run("test", "rules", "prometheus-rules.test.yml")
+    # Their names are what they are; of ours, nothing is to be said.
+    assert run("check", "metrics", text=server.get("/metrics").body.decode()) == ""

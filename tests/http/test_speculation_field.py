@@ -91,3 +91,17 @@ def test_the_servers_default_is_for_who_does_not_say_it(start_server, force):
         post()
         assert counters(eager)[1] > before + 15
     eager.wait_idle()
+
+
+def test_meta_info_says_how_the_guesses_did_and_agrees_with_the_counters(asker, force):
+    before = counters(asker)
+    body = body_of("/generate", 40, force, num_speculative_tokens=4)
+    meta = asker.post("/generate", body).json()["meta_info"]
+    asker.wait_idle()
+    drafts, accepted = (now - then for now, then in zip(counters(asker), before, strict=True))
+    assert 0 < meta["spec_num_correct_drafts"] <= meta["spec_num_proposed_drafts"]
+    assert (meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]) == (drafts, accepted)
+    assert meta["spec_accept_rate"] == accepted / drafts
+    assert meta["spec_accept_length"] == 1 + accepted / meta["spec_verify_ct"]
+    plain = asker.post("/generate", body_of("/generate", 40, force)).json()["meta_info"]
+    assert not [key for key in plain if key.startswith("spec_")]

@@ -32,7 +32,7 @@ def program(tmp_path_factory):
 class ScriptedServer:
     """A server that answers one connection with given pieces, each sent on its own."""
 
-    measured_pid = 1
+    measured_pids = (1,)
 
     def __init__(self, folder: Path, pieces: list[bytes]) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import soak
 from soak_client import ABORT, Answer, BadAnswerError, Outcome, Plan, ask
-from soak_faults import BURST, DEATHS, EXCUSES, Fault, Windows, finding_of
+from soak_faults import BURST, DEATHS, EXCUSES, Windows, finding_of
 from soak_laws import (
     REFUSED_AS,
     broken_by_counts,
@@ -385,7 +385,7 @@ def test_a_process_is_seen_with_its_descriptors():
 def test_of_a_sound_server_nothing_is_found(tmp_path):
     found = tmp_path / "soak.json"
     done = subprocess.run(
-        [sys.executable, soak.__file__, "--minutes=0.5", "--seed=2", f"--json={found}"],
+        [sys.executable, soak.__file__, "--minutes=0.3", "--seed=2", f"--json={found}"],
         capture_output=True,
         text=True,
     )
@@ -404,7 +404,7 @@ def test_a_death_outside_of_every_window_is_found(tmp_path):
 
     async def disturbed(server):
         run = Soak(server, SIMULATED, seed=2)
-        run._bag = [Fault("nothing", "worker", signal.SIGCONT)] * 100
+        run._bag = [BURST] * 100
         soaking = asyncio.create_task(run.run(0.3))
         while not run.looks:
             await asyncio.sleep(0.1)

@@ -113,6 +113,7 @@ def test_golden_continuation():
         (SubmitKind.PAUSE, "05"),
         (SubmitKind.RESUME, "06"),
         (SubmitKind.FLUSH_CACHE, "07"),
+        (SubmitKind.EVICT, "08"),
     ],
 )
 def test_golden_control(kind, byte):
@@ -143,12 +144,13 @@ def test_dtype_of_submit_agrees_with_its_struct():
 def test_numbers_of_kinds_and_sections_do_not_change():
     assert [kind.name for kind in SubmitKind] == [
         "SUBMIT", "CONTINUATION", "ABORT", "ABORT_BY_ID", "PAUSE", "RESUME", "FLUSH_CACHE",
+        "EVICT",
     ]  # fmt: skip
     assert [section.name for section in Section] == [
         "PROMPT_IDS", "STOP_STRING", "STOP_IDS", "STOP_REGEX", "LOGIT_BIAS", "ALLOWED_IDS", "BAD_IDS",
         "GRAMMAR", "CACHE_SALT", "DIGEST", "SHOWN_IDS",
     ]  # fmt: skip
-    assert list(SubmitKind) == list(range(1, 8))
+    assert list(SubmitKind) == list(range(1, 9))
     assert list(Section) == list(range(1, 12))
 
 
@@ -275,7 +277,7 @@ def test_slots_that_are_missing_too_many_or_mixed_up_are_a_wire_error():
     assert unpack_submit([first, second, third]).prompt_ids.tolist() == list(range(2100))
 
 
-@pytest.mark.parametrize("kind", [0, 8, 255])
+@pytest.mark.parametrize("kind", [0, max(SubmitKind) + 1, 255])
 def test_an_unknown_kind_is_a_wire_error(kind):
     with pytest.raises(WireError, match=f"unknown kind {kind}"):
         submit_head(patched(pack_submit(request())[0], 8, bytes([kind])))

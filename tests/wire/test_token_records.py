@@ -91,7 +91,7 @@ def test_golden_started_and_finish(kind, byte):
     slot = pack_finish(
         kind, REQ_ID, time_ns=TIME_NS, step=STEP, finish=3, completion_tokens=0x31, prompt_tokens=0x32,
         cached_tokens=0x33, num_retractions=0x34, keep_bytes=0x35, matched_token=-1, matched_stop=0x36,
-        stamps=(0x41, 0x42, 0x43, 0x44, 0x45),
+        stamps=(0x41, 0x42, 0x43, 0x44, 0x45), guesses=(0x51, 0x52, 0x53),
     )  # fmt: skip
     assert slot == golden(
         f"0807060504030201 1817161514131211 31000000 {byte} 00 03 00 2827262524232221",
@@ -100,6 +100,7 @@ def test_golden_started_and_finish(kind, byte):
         "4100000000000000 4200000000000000    # 56 received, admitted",
         "4300000000000000 4400000000000000    # 72 scheduled, prefill_end",
         "4500000000000000                     # 88 first_token",
+        "51000000 52000000 53000000           # 96 num_verified, num_drafts, num_accepted",
     )
 
 
@@ -138,6 +139,7 @@ def test_dtype_of_finish_agrees_with_its_struct():
     slot = pack_finish(
         TokenKind.FINISH, 1, time_ns=2, step=3, finish=4, completion_tokens=5, prompt_tokens=6, cached_tokens=7,
         num_retractions=8, keep_bytes=9, matched_token=10, matched_stop=11, stamps=(12, 13, 14, 15, 16),
+        guesses=(17, 18, 19),
     )  # fmt: skip
     columns = np.frombuffer(slot, FINISH_DTYPE)[0]
     record = unpack_finish(slot)
@@ -151,17 +153,17 @@ u4, i4, u8 = st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1), st.int
 
 @given(
     req_id=u8, time_ns=u8, step=u8, finish=st.integers(0, 255), counts=st.tuples(u4, u4, u4, u4, u4),
-    matched=st.tuples(i4, i4), stamps=st.tuples(u8, u8, u8, u8, u8),
+    matched=st.tuples(i4, i4), stamps=st.tuples(u8, u8, u8, u8, u8), guesses=st.tuples(u4, u4, u4),
 )  # fmt: skip
-def test_finish_round_trips(req_id, time_ns, step, finish, counts, matched, stamps):
+def test_finish_round_trips(req_id, time_ns, step, finish, counts, matched, stamps, guesses):
     completion, prompt, cached, retractions, keep = counts
     slot = pack_finish(
         TokenKind.FINISH, req_id, time_ns=time_ns, step=step, finish=finish, completion_tokens=completion,
         prompt_tokens=prompt, cached_tokens=cached, num_retractions=retractions, keep_bytes=keep,
-        matched_token=matched[0], matched_stop=matched[1], stamps=stamps,
+        matched_token=matched[0], matched_stop=matched[1], stamps=stamps, guesses=guesses,
     )  # fmt: skip
     assert unpack_finish(memoryview(slot)) == FinishRecord(
-        req_id, time_ns, finish, step, completion, prompt, cached, retractions, keep, *matched, *stamps
+        req_id, time_ns, finish, step, completion, prompt, cached, retractions, keep, *matched, *stamps, *guesses
     )  # fmt: skip
     assert token_key(slot) == req_id
     assert weigh_tokens(bytearray(slot)) == 0

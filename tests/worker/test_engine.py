@@ -12,7 +12,7 @@ from shmserve.boards import Phase
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.rings import layout as L
 from shmserve.rings.board import BoardReader
-from shmserve.wire import SubmitKind, TokenKind
+from shmserve.wire import SubmitKind, TokenKind, digest_of_req_id, pack_control
 
 EOS = 1
 POLICIES = ["coalesce", "block", "drop"]
@@ -600,6 +600,55 @@ def test_refusals_and_aborts_are_answered_through_a_full_ring(rig, policy):
 
 
 # -- the rest --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_evicted_while_nothing_of_it_was_computed(rig):
+    r = rig(num_http=2, max_num_seqs=1)
+    r.front.submit(1, max_tokens=30)
+    r.step()
+    r.front.submit(2, max_tokens=3)
+    r.front.submit(3, max_tokens=3)
+    # Another front end's word counts, for whoever has not begun.
+    for req_id in (1, 2, 99):
+        r.fronts[1].control(SubmitKind.EVICT, req_id)
+    r.run_dry()
+    assert reasons(r.front) == {
+        1: FinishReason.LENGTH,
+        2: FinishReason.EVICTED,
+        3: FinishReason.LENGTH,
+    }
+    assert r.front.tokens.get(2, []) == [] and len(r.front.tokens[1]) == 30
+    assert r.fronts[1].finished == {}
+    r.assert_idle()
+
+
+def test_one_that_was_preempted_is_not_evicted(rig):
+    r = rig(num_http=2, num_blocks=9, max_num_seqs=2)
+    for req_id in (1, 2):
+        r.front.submit(req_id, prompt=(3 + req_id,) * 6, max_tokens=20)
+    for _ in range(40):
+        r.step()
+        if r.scheduler.num_preempted:
+            break
+    assert [s.req_id for s in r.scheduler.waiting] == [2]
+    r.fronts[1].control(SubmitKind.EVICT, 2)
+    r.run_dry()
+    assert reasons(r.front) == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
+
+
+def test_an_id_of_our_own_is_aborted_by_its_digest(rig):
+    r = rig(num_http=2)
+    for req_id in (1, 2):
+        r.front.submit(req_id, max_tokens=40)
+    r.step()
+    for asked, req_id in ((77, 2), (78, 5)):
+        digest = digest_of_req_id(req_id)
+        r.fronts[1].send_raw(pack_control(SubmitKind.ABORT_BY_ID, asked, time_ns=1, digest=digest))
+    r.run_dry()
+    assert reasons(r.front) == {1: FinishReason.LENGTH, 2: FinishReason.ABORT}
+    assert len(r.front.tokens[2]) < 3
+    told = {req_id: end.matched_token for req_id, end in r.fronts[1].finished.items()}
+    assert told == {77: 1, 78: 0}
 
 
 def test_flush_cache_is_answered(rig):

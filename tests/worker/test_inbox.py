@@ -38,6 +38,9 @@ class Asked:
     def abort(self, req_id):
         self.calls.append(("abort", req_id))
 
+    def evict(self, req_id):
+        self.calls.append(("evict", req_id))
+
     def abort_by_digest(self, req_id, http, digest):
         self.calls.append(("abort_by_digest", req_id, http, digest))
 
@@ -103,6 +106,7 @@ def test_each_kind_asks_for_what_it_says(way):
         pack_control(SubmitKind.PAUSE, 3, time_ns=0),
         pack_control(SubmitKind.RESUME, 4, time_ns=0),
         pack_control(SubmitKind.FLUSH_CACHE, 5, time_ns=0),
+        pack_control(SubmitKind.EVICT, 6, time_ns=0),
     )
     assert way.drain() == [
         ("submit", 1, 3),
@@ -111,6 +115,7 @@ def test_each_kind_asks_for_what_it_says(way):
         ("set_paused", 3, True),
         ("set_paused", 4, False),
         ("flush_cache", 5, 3),
+        ("evict", 6),
     ]
     assert way.inbox.num_bad == 0
     assert way.drain() == []
@@ -161,7 +166,7 @@ def test_a_submit_that_lies_about_its_slots_is_refused(way, num_slots):
     assert way.drain() == [("refuse", 1, 3), ("submit", 2, 3)]
 
 
-@pytest.mark.parametrize("kind", [0, 8, 255])
+@pytest.mark.parametrize("kind", [0, max(SubmitKind) + 1, 255])
 def test_a_record_of_unknown_kind_is_counted_and_answered_to_nobody(way, kind):
     stray = bytearray(submit_of(1))
     stray[8] = kind

@@ -10,6 +10,7 @@ import { pointOut } from "./tip.js";
 
 const HEATS = [1.5, 2, 4, 8]; // times the usual interval at which a piece gets the next heat
 const FEWEST_FOR_HEAT = 4;
+const MOST_TOGETHER = 0.9; // fewer reads than this share of the pieces are told of: the intervals then say more of the way than of the server
 const REDRAW_MS = 250;
 
 export class Answer {
@@ -20,6 +21,7 @@ export class Answer {
     this._firstAt = null;
     this._lastAt = askedAt;
     this._drawnAt = 0;
+    this._numReads = 0; // moments at which something came: fewer than pieces where several came together
     this._spans = [];
     this._timed = []; // [span, ms] of every piece but the first
     this._sorted = [];
@@ -54,6 +56,7 @@ export class Answer {
     const element = make("span", { class: "tok h0", text });
     if (isThought) element.classList.add("thought");
     else this.text += text;
+    if (at !== this._lastAt) this._numReads += 1;
     if (this._firstAt === null) {
       this._firstAt = at;
       this._pieces.classList.remove("waiting");
@@ -133,6 +136,7 @@ export class Answer {
     const shown = numTokens ?? this._spans.length;
     const merged = numTokens !== null && numTokens > this._spans.length + 1; // the end has a token without text
     figures.push(["", merged ? `${many(shown, "token")} in ${many(this._spans.length, "piece")}` : many(shown, "token")]);
+    if (this._numReads < this._spans.length * MOST_TOGETHER) figures.push(["", `arrived in ${many(this._numReads, "read")}`]);
     if (how) figures.push(["", how]);
     this._account.hidden = false;
     this._figures.replaceChildren(

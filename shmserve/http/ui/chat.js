@@ -162,7 +162,9 @@ function fail(error, shown, asked) {
     // As if it had not been sent: the words go back to where they can be sent again.
     shown.element.remove();
     transcript.lastElementChild.remove();
-    prompt.value ||= asked.pop().content;
+    const { content } = asked.pop();
+    prompt.value ||= content;
+    byId("blank").hidden = asked.length > 0;
     onInput();
     askForKey();
     return;

@@ -90,19 +90,22 @@ function lane(kind, side) {
   const fillOf = make("span", { class: "lane-fill" });
   const peak = make("span", { class: "lane-peak" });
   const figure = make("span", { class: "lane-figure" });
+  const most = make("p", { class: "lane-figure lane-most" });
   const element = make(
     "div",
     { class: `lane ${side} ${kind}` },
     make("p", { class: "lane-name" }, make("span", { text: kind }), figure),
     make("div", { class: "lane-track", "aria-hidden": "true" }, fillOf, peak),
+    most,
   );
-  return { fillOf, peak, figure, element };
+  return { fillOf, peak, figure, most, element };
 }
 
 function fillLane(parts, ring) {
   parts.element.classList.toggle("is-ill", ring === undefined || !ring.has_producer || !ring.has_consumer);
   if (ring === undefined) {
     tell(parts.figure, "no ring");
+    tell(parts.most, "");
     parts.fillOf.style.width = parts.peak.style.left = "0%";
     return;
   }
@@ -111,5 +114,6 @@ function fillLane(parts, ring) {
   const deepest = Math.max(...ring.depths);
   parts.fillOf.style.width = share(deepest);
   parts.peak.style.left = share(ring.high_water);
-  tell(parts.figure, `${count(deepest)} of ${count(ring.capacity)}, peak ${count(ring.high_water)}`);
+  tell(parts.figure, `${count(deepest)} of ${count(ring.capacity)}`);
+  tell(parts.most, `peak ${count(ring.high_water)}`);
 }

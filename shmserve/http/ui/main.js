@@ -10,6 +10,7 @@ import { Watch } from "./watch.js";
 let boundary = null;
 let known = ""; // the constants that `boundary` was made of
 let hasModels = false;
+let isWatching = false; // samples come, and say how the server is
 
 const watch = new Watch({
   onHello(constants) {
@@ -23,10 +24,12 @@ const watch = new Watch({
     if (!hasModels) loadModels();
   },
   onSample(sample) {
+    isWatching = true;
     boundary.draw(sample);
     showState(...stateOf(sample.here));
   },
   onTrouble(error) {
+    isWatching = false;
     const wantsKey = error instanceof Refusal && error.wantsKey;
     if (wantsKey) lockPanel(error);
     else if (error instanceof Refusal) tell(byId("boundary-note"), error.message);
@@ -75,7 +78,7 @@ async function loadModels() {
     tell(byId("model-name"), data[0].id);
     hasModels = true;
     notify("");
-    if (byId("state").dataset.kind === undefined) showState("good", "answers");
+    if (!isWatching) showState("good", "answers");
   } catch (error) {
     if (error instanceof Refusal && error.wantsKey) {
       showState("busy", "asks for a key");

@@ -141,6 +141,9 @@ function logScale(columns) {
   const first = Math.floor(Math.log10(Math.max(low, 1)) + 0.001);
   const last = Math.max(first + 1, Math.ceil(Math.log10(Math.max(high, 1)) - 0.001));
   const ticks = [];
-  for (let power = first; power <= last; power++) ticks.push(10 ** power);
+  for (let power = first; power <= last; power++) {
+    ticks.push(10 ** power);
+    if (last - first === 1 && power === first) ticks.push(2 * 10 ** power, 5 * 10 ** power);
+  }
   return { ticks, place: (value) => Math.max(0, (Math.log10(Math.max(value, 1)) - first) / (last - first)) };
 }

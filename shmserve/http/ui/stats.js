@@ -44,6 +44,7 @@ export function many(value, word, plural = `${word}s`) {
 /** Microseconds for people: "820 µs", "4.52 ms", "1.20 s". */
 export function span(us) {
   if (us === null || us === undefined) return "–";
+  if (us === 0) return "0";
   if (us < 1_000) return `${us.toFixed(0)} µs`;
   if (us < 10_000) return `${(us / 1e3).toFixed(2)} ms`;
   if (us < 1_000_000) return `${(us / 1e3).toFixed(us < 100_000 ? 1 : 0)} ms`;
