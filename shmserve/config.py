@@ -132,7 +132,7 @@ class HttpConfig:
     ui: bool = True
     trust_request_chat_template: bool = False
     routing: Routing = "affinity"  # which worker computes a request (http/routing.py)
-    affinity_margin: int = 0  # sequences; 0: an eighth of the run slots
+    affinity_margin: int = 0  # sequences; 0: a quarter of the run slots
 
     @property
     def bodies_bytes(self) -> int:
@@ -152,6 +152,7 @@ class Config:
     log_level: str = "info"
     log_format: LogFormat = "text"
     log_requests: bool = True
+    otlp_traces_endpoint: str = ""  # empty: no traces
     log_file: str = ""  # instead of stderr
     log_max_bytes: int = 16 * 1024 * 1024
     crash_dump: bool = True  # what the rings held when a child died, to the state directory
@@ -163,7 +164,7 @@ class Config:
     @property
     def affinity_margin(self) -> int:
         """Sequences by which a worker may be busier that holds the whole prompt of a request."""
-        return self.http.affinity_margin or max(1, self.worker.run_slots // 8)
+        return self.http.affinity_margin or max(2, self.worker.run_slots // 4)
 
     @property
     def instance_name(self) -> str:
@@ -243,6 +244,13 @@ class Config:
             )
         if self.worker.kv_cache_fraction and self.worker.kv_cache_bytes:
             raise ConfigError("--kv-cache-fraction and --kv-cache-bytes exclude each other")
+        if self.otlp_traces_endpoint and not re.fullmatch(
+            r"https?://[^/\s]+(/\S*)?", self.otlp_traces_endpoint
+        ):
+            raise ConfigError(
+                "--otlp-traces-endpoint must be the http:// or https:// URL of a collector that takes OTLP over HTTP "
+                f"(http://127.0.0.1:4318), got {self.otlp_traces_endpoint!r}"
+            )
         if self.worker.block_size not in (8, 16, 32, 64, 128):
             raise ConfigError(
                 f"--block-size must be 8, 16, 32, 64 or 128, got {self.worker.block_size}"

@@ -7,7 +7,7 @@ rings of the dead (the mapping outlives the names) and copies the boards, less t
 
      0  b"SHMDUMP1", length of the head u64        8 bytes each, little endian
     16  the head: JSON, a Recording whose rings have no slots
-        the slots of each ring, in the head's order, from its `first` cursor on
+        the slots of each ring, in the head's order, from its `first` cursor on: length u64, then so many bytes of zlib's
 
 Half a file never has such a name. What clients sent is left out unless --log-prompts says that it may be written down; what the model
 answered is there as token ids. A disk that does not answer costs the dumps of later deaths (`MOST_WAITING`), nothing else.
@@ -20,16 +20,26 @@ import queue
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 
-from shmserve.recording import BoardCopy, Death, Recording, copy_board
+from shmserve.boards import REQUEST_COLUMNS
+from shmserve.recording import (
+    BoardCopy,
+    Death,
+    Recording,
+    board_place,
+    copy_board,
+    ring_place,
+)
 from shmserve.rings import layout as L
 from shmserve.rings.board import BoardReader
 from shmserve.rings.observe import RingCopy, RingView
+from shmserve.rings.segment import SegmentError
 from shmserve.rings.wakeup import Counter
 from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES, without_contents
 
@@ -40,6 +50,8 @@ SUFFIX: Final = ".dump"
 _PARTIAL: Final = ".partial"
 _RING_WORDS: Final = L.PRODUCER_WORDS.keys() | L.CONSUMER_WORDS.keys()
 _PREFIX: Final = struct.Struct("<8sQ")
+_LENGTH: Final = struct.Struct("<Q")
+_MOST_S: Final = 1e11  # since 1970
 _MOST_HEAD_BYTES: Final = 1 << 28
 _JOIN_S: Final = 5.0
 
@@ -59,7 +71,9 @@ def write_dump(path: str, recording: Recording) -> None:
             file.write(_PREFIX.pack(MAGIC, len(head)))
             file.write(head)
             for ring in recording.rings:
-                file.write(ring.slots)
+                packed = zlib.compress(ring.slots, 1)
+                file.write(_LENGTH.pack(len(packed)))
+                file.write(packed)
         os.replace(partial, path)
     except OSError as error:
         _remove(partial)
@@ -74,23 +88,50 @@ def read_dump(path: str) -> Recording:
             if magic != MAGIC or size > _MOST_HEAD_BYTES:
                 raise DumpError(f"{path} is no crash dump of this version")
             bare = msgspec.json.decode(file.read(size), type=Recording)
+            if not _is_sound(bare):
+                raise DumpError(f"{path} is damaged: its head says what cannot be")
             rings = []
             for ring in bare.rings:
                 num_slots = ring.words["write_cursor"] - ring.first
-                is_sound = 0 <= num_slots <= ring.capacity and ring.words.keys() >= _RING_WORDS
-                if not is_sound or ring.slot_size not in (SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES):
-                    raise DumpError(f"{path} is damaged: {ring.name} cannot be")
-                slots = file.read(num_slots * ring.slot_size)
-                if len(slots) < num_slots * ring.slot_size:
-                    raise DumpError(f"{path} is cut short")
+                (num_packed,) = _LENGTH.unpack(file.read(_LENGTH.size))
+                packed = file.read(min(num_packed, os.fstat(file.fileno()).st_size))
+                size = num_slots * ring.slot_size
+                unpacker = zlib.decompressobj()
+                slots = unpacker.decompress(packed, size + 1)
+                if len(slots) != size or len(packed) != num_packed:
+                    raise DumpError(f"{path} is damaged, or cut short: {ring.name} is not whole")
                 rings.append(replace(ring, slots=slots))
     except OSError as error:
         raise DumpError(f"cannot read {path}: {error.strerror}") from None
     except struct.error:
         raise DumpError(f"{path} is no crash dump of this version") from None
-    except (msgspec.MsgspecError, LookupError) as error:
+    except (msgspec.MsgspecError, LookupError, zlib.error) as error:
         raise DumpError(f"{path} is damaged: {error}") from None
     return replace(bare, rings=tuple(rings))
+
+
+def _is_sound(recording: Recording) -> bool:
+    """Whether a head can be read on: every name and number in it that something is computed from."""
+    try:
+        for board in recording.boards:
+            board_place(board.name)
+        kinds = [ring_place(ring.name)[3] for ring in recording.rings]
+    except SegmentError:
+        return False
+    rows = [row for board in recording.boards for row in board.requests]
+    return (
+        0 <= recording.taken_at < _MOST_S
+        and all(row.keys() == set(REQUEST_COLUMNS) for row in rows)
+        and all(0 <= row["req_id"] < 1 << 64 for row in rows)
+        and all(map(_is_sound_ring, recording.rings, kinds))
+    )
+
+
+def _is_sound_ring(ring: RingCopy, kind: str) -> bool:
+    size = SUBMIT_SLOT_BYTES if kind == "submit" else TOKEN_SLOT_BYTES
+    if ring.slot_size != size or not ring.words.keys() >= _RING_WORDS:
+        return False
+    return ring.capacity > 0 and 0 <= ring.words["write_cursor"] - ring.first <= ring.capacity
 
 
 def dumps_in(folder: str) -> list[str]:

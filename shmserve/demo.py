@@ -38,7 +38,15 @@ def run(prompt: str = PROMPT, max_tokens: int = 160) -> int:
     instance = f"demo-{os.getpid()}"
     # Progress and the ready line go to our stderr; stdin is not the server's.
     server = subprocess.Popen(
-        [sys.executable, "-m", "shmserve", "start", "--port", "0", "--instance", instance],
+        [
+            sys.executable,
+            "-m",
+            "shmserve",
+            "start",
+            "--port=0",
+            f"--instance={instance}",
+            "--no-log-requests",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

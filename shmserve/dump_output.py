@@ -171,9 +171,10 @@ def _board_line(board: BoardCopy, now_ns: int) -> str:
     if "phase" in words:
         parts.append(label_of(words["phase"]))
     if "step" in words:
-        parts.append(f"step {words['step']}, {words['running']} run, {words['waiting']} wait")
+        run, wait = words.get("running", 0), words.get("waiting", 0)
+        parts.append(f"step {words['step']}, {run} run, {wait} wait")
     if "in_flight" in words:
-        parts.append(f"{words['in_flight']} in flight, {words['connections']} connections")
+        parts.append(f"{words['in_flight']} in flight, {words.get('connections', 0)} connections")
     parts.append(f"heartbeat {_ago(words.get('heartbeat_ns', 0), now_ns)}")
     return ", ".join(parts)
 

@@ -94,7 +94,7 @@ SETTINGS: Final = (
     Setting("--http-processes", "num_http", int, "Front ends, which share the port: one core each."),
     Setting("--workers", "num_workers", int, "Workers, each with the whole model: on GPUs one GPU each, on the CPU a share of the cores."),
     Setting("--routing", "http.routing", click.Choice(get_args(Routing)), "Which worker computes a request: one whose prefix cache has its prompt unless it is too busy (affinity), or whatever its prompt the least busy, or each in turn."),
-    Setting("--affinity-margin", "http.affinity_margin", int, "Sequences by which a worker may be busier than another and still get a request whose whole prompt it has; 0: an eighth of --max-running-requests."),
+    Setting("--affinity-margin", "http.affinity_margin", int, "Sequences by which a worker may be busier than another and still get a request whose whole prompt it has; 0: a quarter of --max-running-requests."),
     Setting("--max-running-requests", "worker.max_running_requests", int, "Sequences that a worker computes at once, of --max-num-seqs; 0: all of them."),
     Setting("--max-queued-requests", "http.max_queued_requests", int, "Sequences that may wait; one more gets 503, unless its priority is better than another's."),
     Setting("--max-queued-tokens", "http.max_queued_tokens", int, "Prompt tokens that may wait; 0: no bound but --max-queued-requests."),
@@ -157,6 +157,7 @@ SETTINGS: Final = (
     Setting("--log-level", "log_level", click.Choice(("debug", "info", "warning", "error")), "How much is said on stderr."),
     Setting("--log-format", "log_format", click.Choice(get_args(LogFormat)), "Lines for people (text) or one JSON object a line."),
     Setting("--log-requests", "log_requests", bool, "One line for each request at its end, at level info: what it was, its tokens and times; never its text."),
+    Setting("--otlp-traces-endpoint", "otlp_traces_endpoint", str, "Send a trace of every request to this OpenTelemetry collector (OTLP over HTTP, http://127.0.0.1:4318); needs the extra `otel`."),
     Setting("--log-file", "log_file", click.Path(dir_okay=False), "Write what is said to this file, not to stderr."),
     Setting("--log-max-bytes", "log_max_bytes", _BYTES, "Past this size the log file is moved to FILE.1 and begun anew."),
 )  # fmt: skip

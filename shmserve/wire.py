@@ -482,7 +482,9 @@ def peek_submit(slot: memoryview | bytes) -> SubmitHead:
         return SubmitHead(req_id, kind, 1, time_ns)
     tag, _, size = struct.unpack_from("<HHI", slot, _SECTIONS_OFFSET)
     prompt_tokens = size // 4 if tag == Section.PROMPT_IDS else -1
-    return SubmitHead(req_id, kind, num_slots, time_ns, prompt_tokens, _SUBMIT.unpack_from(slot)[10])
+    return SubmitHead(
+        req_id, kind, num_slots, time_ns, prompt_tokens, _SUBMIT.unpack_from(slot)[10]
+    )
 
 
 def without_contents(slots: bytes) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
+import random
 import select
 import stat
 import threading
@@ -17,6 +19,7 @@ import pytest
 from shmserve import crash_dump
 from shmserve.boards import WORKER_BOARD, http_board
 from shmserve.crash_dump import CrashRecorder, DumpError, Outcome, dumps_in, read_dump, write_dump
+from shmserve.dump_output import to_text
 from shmserve.recording import Death, Recording, take
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
@@ -151,8 +154,10 @@ def test_what_clients_sent_is_written_only_where_it_may_be_logged(
     keeper = recorder(with_contents=with_contents)
     record(keeper, segments)
     (outcome,) = wait_for(keeper)
-    assert (b"secret" in Path(outcome.path).read_bytes()) is with_contents
-    assert read_dump(outcome.path).has_contents is with_contents
+    read = read_dump(outcome.path)
+    assert (b"secret" in read.rings[0].slots) is with_contents
+    assert read.has_contents is with_contents
+    assert read.rings[0].num_slots == 1
 
 
 def test_the_newest_five_are_kept_and_half_files_go(
@@ -279,13 +284,33 @@ def test_file_of_another_kind_is_refused_by_name(tmp_path: Path, content: bytes)
         read_dump(str(tmp_path / "nobody"))
 
 
-def test_file_whose_head_lies_about_its_slots_is_refused(dump_file: Path) -> None:
+@pytest.mark.parametrize(
+    ("truth", "lie"),
+    [
+        (b'"first":4', b'"first":9'),
+        (b'"write_cursor":20', b'"write_cursor":99'),
+        (b'"write_cursor":20', b'"write_curser":20'),
+        (b'"slot_size":128', b'"slot_size":129'),
+        (b'"capacity":16', b'"capacity":"a'),
+    ],
+)
+def test_file_whose_head_lies_about_its_rings_is_refused(
+    dump_file: Path, truth: bytes, lie: bytes
+) -> None:
     whole = dump_file.read_bytes()
-    lying = whole.replace(b'"first":4', b'"first":9', 1)
-    assert lying != whole
-    dump_file.write_bytes(lying)
-    read = read_dump(str(dump_file))
-    assert read.rings[1].num_slots == 11  # fewer than there are: bounded by what the head says
-    dump_file.write_bytes(whole.replace(b'"write_cursor":20', b'"write_cursor":99', 1))
+    assert truth in whole
+    dump_file.write_bytes(whole.replace(truth, lie))
     with pytest.raises(DumpError, match="damaged"):
         read_dump(str(dump_file))
+
+
+def test_no_byte_of_a_file_can_be_changed_into_a_crash(dump_file: Path) -> None:
+    whole = bytearray(dump_file.read_bytes())
+    rng = random.Random(3)
+    for _ in range(200):
+        at, value = rng.randrange(len(whole)), rng.randrange(256)
+        before, whole[at] = whole[at], value
+        dump_file.write_bytes(whole)
+        with contextlib.suppress(DumpError):
+            to_text(read_dump(str(dump_file)), 4)
+        whole[at] = before

@@ -229,7 +229,10 @@ def loaded_by(*modules: str) -> set[str]:
             ("torch", "aiohttp", "transformers", "asyncio", "shmserve.http", "shmserve.worker"),
         ),
         (("shmserve.cli",), ("torch", "aiohttp", "transformers", "numpy", "tokenizers")),
-        (("shmserve.top", "shmserve.top_screen"), ("torch", "aiohttp", "tokenizers", "shmserve.http")),
+        (
+            ("shmserve.top", "shmserve.top_screen"),
+            ("torch", "aiohttp", "tokenizers", "shmserve.http"),
+        ),
         (("shmserve.rings.observe",), ("torch", "aiohttp", "asyncio", "tokenizers")),
     ],
     ids=lambda names: names[0],

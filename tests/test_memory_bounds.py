@@ -32,7 +32,7 @@ def changed(group, **values):
     [
         (changed("rings", submit_slots=2_048), {"shm"}),
         (changed("rings", token_slots=32_768), {"shm"}),
-        (changed("rings", table_size=2_048), {"http", "worker"}),
+        (changed("rings", table_size=2_048), {"shm", "http", "worker"}),
         (changed("rings", coalesce_tokens=100_000), {"worker"}),
         (changed("http", max_concurrent_connections=5_000), {"http"}),
         (changed("http", ssl_certfile="server.pem"), {"http"}),

@@ -131,10 +131,10 @@ async def drained(fleet: Fleet) -> Row:
         # Whoever is sent to a in the meantime is refused before any byte, and the router tries b.
         early = await ask_all(fleet.url, questions(8, 2))
         await asyncio.sleep(max(0.0, begun + 3 * HEALTH_S + 2.0 - time.monotonic()))
-        before = await asyncio.to_thread(fleet.a.num_requests)
+        before = await asyncio.to_thread(fleet.a.num_refused)
         late = await ask_all(fleet.url, questions(16, 2))
         still_running = await asyncio.to_thread(fleet.a.num_running)
-        after = await asyncio.to_thread(fleet.a.num_requests)
+        after = await asyncio.to_thread(fleet.a.num_refused)
         told = await streams.told()
     assert still_running > 0, "a had ended before it could be asked"
     assert {each.status for each in early + late} == {200}, {e.status for e in early + late}

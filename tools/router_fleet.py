@@ -167,8 +167,11 @@ class Instance:
         return samples_of(f"{self.url}/metrics")
 
     def num_requests(self) -> int:
-        """Generations that were asked of it so far."""
-        return int(self.metrics()["sglang:num_requests_total"])
+        """Generations that it has ended or refused so far (not what else is POSTed: vllm-router tokenises here before each chat)."""
+        return int(self.metrics()["shmserve_completions_total"]) + self.num_refused()
+
+    def num_refused(self) -> int:
+        return int(self.metrics()["shmserve_refusals_total"])
 
     def worker_pid(self) -> int:
         """Of the one worker that runs now."""
@@ -258,18 +261,18 @@ class Router:
                 "-p",
                 str(self.folder),
                 "-c",
-                self._configuration("nginx.conf", workers),
+                self.configuration("nginx.conf", workers),
             ]
             argv += ["-g", "daemon off;"]
         else:
-            argv = [program, "-db", "-f", self._configuration("haproxy.cfg", workers)]
+            argv = [program, "-db", "-f", self.configuration("haproxy.cfg", workers)]
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(
                 argv, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         return self
 
-    def _configuration(self, name: str, workers: Sequence[str]) -> str:
+    def configuration(self, name: str, workers: Sequence[str]) -> str:
         """The file of deploy/ with the addresses of this run. Each of its own must be there, or it is not the file that is tested."""
         text = (DEPLOY / self.kind.name / name).read_text()
         addresses = {"127.0.0.1:30000": f"127.0.0.1:{self.port}"}

@@ -48,8 +48,10 @@ def broken_by_idle(first: Look, look: Look, firsts: Mapping[str, Process]) -> li
         broken.append(f"segments: {sorted(set(first.segments) ^ set(look.segments))} differ")
     for role, process in look.processes.items():
         if process.descriptors != firsts[role].descriptors:
-            changed = set(process.descriptors) ^ set(firsts[role].descriptors)
-            broken.append(f"{role}: descriptors differ: {sorted(changed)}")
+            then, now = dict(firsts[role].descriptors), dict(process.descriptors)
+            changed = sorted(kind for kind in then | now if then.get(kind) != now.get(kind))
+            news = ", ".join(f"{k}: {then.get(k, 0)} -> {now.get(k, 0)}" for k in changed)
+            broken.append(f"{role}: descriptors: {news}")
     return broken
 
 

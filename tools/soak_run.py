@@ -311,8 +311,8 @@ class Soak:
                 self.findings.append(f"{role}: {grown:.1f} MiB grown, 2nd to last quarter")
             if threads is not None and threads > 0:
                 self.findings.append(f"{role}: {threads:g} threads more, 2nd to last quarter")
-            if minutes >= 5 and len(series) < LEAST_LOOKS:
+            if minutes >= 5 * self.profile.least_minutes and len(series) < LEAST_LOOKS:
                 self.findings.append(f"{role}: only {len(series)} looks at its last life")
-        if minutes >= 2:
+        if minutes >= self.profile.least_minutes:
             self.findings += [f"never seen: {end}" for end in EXPECTED if not self.ends[end]]
         return rows

@@ -38,6 +38,10 @@ class Profile:
     stuck_tokens: int  # enough for a client that reads nothing to become congested
     num_songs: int
     token_s: float  # about, of one request among others
+    wide_fields: dict[
+        str, Any
+    ]  # that make the events of a stuck client so large that they fill its socket
+    least_minutes: float  # of a run in which everything that is expected happens
 
 
 SIMULATED: Final = Profile(
@@ -50,6 +54,8 @@ SIMULATED: Final = Profile(
     stuck_tokens=800,
     num_songs=48,
     token_s=0.01,
+    wide_fields={},
+    least_minutes=2.0,
 )
 CPU: Final = Profile(
     flags=(
@@ -64,6 +70,8 @@ CPU: Final = Profile(
     stuck_tokens=200,
     num_songs=24,
     token_s=0.2,
+    wide_fields={"logprobs": 5},
+    least_minutes=10.0,
 )
 PROFILES: Final = {"simulated": SIMULATED, "cpu": CPU}
 
@@ -163,7 +171,10 @@ class Mix:
             rules["slow_client_bytes"] = 2_048
         return replace(
             plan,
-            body=plan.body | rules | {"stream_options": {"include_usage": True}},
+            body=plan.body
+            | rules
+            | self._profile.wide_fields
+            | {"stream_options": {"include_usage": True}},
             way=pick.choice(("stuck", "stuck", "read head only")),
             stuck_s=pick.choice((0.5, 2.0, 6.0)),
         )

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,13 @@ from shmserve.rings.board import BoardReader
 from shmserve.rings.observe import RingStats, RingView, boards_of, rings_of
 from shmserve.rings.segment import SegmentError, names
 
+TCP_STATES: Final = {
+    "01": "established",
+    "04": "closing",
+    "05": "closing",
+    "08": "left by its client",  # CLOSE_WAIT
+    "0A": "listening",
+}
 READY_S: Final = 120.0
 GONE_S: Final = 40.0  # the drain of an idle server takes a moment; a machine may be busy
 
@@ -151,9 +159,9 @@ class SoakServer:
         return {"supervisor": self.process.pid} | found
 
     def look(self) -> Look:
-        """Everything, once. Of a server in repair some of it is missing."""
+        """Everything, once. Of a server in repair some of it is missing. Nobody is asked: an answer takes a socket."""
         processes = {}
-        for role, pid in self.pids().items():
+        for role, pid in self.processes_by_board().items():
             try:
                 processes[role] = process_of(pid)
             except (FileNotFoundError, ProcessLookupError):
@@ -245,15 +253,36 @@ def process_of(pid: int) -> Process:
     """Raises FileNotFoundError or ProcessLookupError if it is gone."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     kinds: Counter[str] = Counter()
+    sockets = _socket_kinds(pid)
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
             target = os.readlink(f"/proc/{pid}/fd/{fd}")
         except FileNotFoundError:
             continue  # closed since the listing
-        kinds[target.partition(":[")[0] if ":[" in target else _kind_of_file(target)] += 1
+        kinds[_kind_of(target, sockets)] += 1
     return Process(pid, int(stat[19]), rss_bytes(pid), int(stat[17]), tuple(sorted(kinds.items())))
 
 
-def _kind_of_file(path: str) -> str:
-    """A file by what it is: a segment's name has an epoch in it."""
-    return "segment" if path.startswith("/dev/shm/") else path
+def _socket_kinds(pid: int) -> dict[str, str]:
+    """What each socket is, by its inode, as the process' network namespace shows it."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                state = TCP_STATES.get(fields[3], fields[3])
+                found[fields[9]] = f"tcp {state}"
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        found[fields[6]] = f"unix {' '.join(fields[7:])}".rstrip()
+    return found
+
+
+def _kind_of(target: str, sockets: Mapping[str, str]) -> str:
+    """A descriptor by what it is: names with an inode or an epoch in them would differ from life to life."""
+    kind, is_anonymous, inode = target.partition(":[")
+    if kind == "socket":
+        return sockets.get(inode.rstrip("]"), "socket that is closed")
+    if is_anonymous:
+        return kind
+    return "segment" if target.startswith("/dev/shm/") else target

@@ -98,7 +98,9 @@ class Place:
         self._router = RouterList(router)
         self._host = ray.util.get_node_ip_address()
         self._port = port
-        self._argv = [*argv, f"--host={self._host}", f"--port={port}"]
+        # A name of its own, for a machine may have several nodes (and a test has).
+        name = f"ray-{self._host.replace('.', '-').replace(':', '-')}-{port}"
+        self._argv = [*argv, f"--instance={name}", f"--host={self._host}", f"--port={port}"]
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

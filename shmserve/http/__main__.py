@@ -38,6 +38,7 @@ from shmserve.http.slow_client import SlowClients
 from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
+from shmserve.http.tracing import Traces, exporter_to
 from shmserve.http.turnstile import Turnstile
 from shmserve.log_writer import Lines
 from shmserve.models import PreparedModel
@@ -68,6 +69,7 @@ class HttpProcess:
             block_size=config.worker.block_size,
             neighbours=neighbours,
         )
+        self._traces: Traces | None = None
         model = PreparedModel.load(Path(config.model.folder))
         tokenizer = Tokenizer(model, config.http.tokenizer_threads)
         self.client.vocab_size = tokenizer.vocab_size
@@ -142,6 +144,8 @@ class HttpProcess:
         self._beat_timer.cancel()
         if self.front.book is not None:
             self.front.book.settle(is_last=True)
+        if self._traces is not None:
+            self._traces.close()
         self.front.tokenizer.close()
         self.front.grammars.close()
         if self._orphaned:
@@ -155,6 +159,11 @@ class HttpProcess:
         if config.log_requests and config.log_level in ("debug", "info"):
             lines = Lines(f"http[{joined.index}]", config.log_format)
             tells.append(RequestLog(lines, joined.log.write).tell)
+        if config.otlp_traces_endpoint:
+            exporter = exporter_to(config.otlp_traces_endpoint)
+            name = config.model.served_name
+            self._traces = Traces(exporter, name, joined.instance, self.board)
+            tells.append(self._traces.tell)
         if not tells:
             return None
         return RequestBook(self.client.times, self.client.table.size, tells)
@@ -288,6 +297,8 @@ class HttpProcess:
             link.fold_times()
         if self.front.book is not None:
             self.front.book.settle()
+        if self._traces is not None:
+            self._traces.show()
         self._beat_due = now + HEARTBEAT_S
         self._beat_timer = loop.call_at(self._beat_due, self._beat)
 

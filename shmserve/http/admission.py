@@ -69,6 +69,11 @@ class Admission:
         return self.run_slots + self._max_queued
 
     @property
+    def _most_ever(self) -> int:
+        """The places that there are when all workers serve."""
+        return self._slots_each * max(1, len(self._client.links)) + self._max_queued
+
+    @property
     def num_places(self) -> int:
         """Places that are taken, in all front ends."""
         return self.line.num_places + (self._neighbours.num_places if self._neighbours else 0)
@@ -85,7 +90,7 @@ class Admission:
         """
         self.check_open()
         most = self.most_places
-        if num_sequences > most:
+        if num_sequences > most and num_sequences > self._most_ever:
             raise ApiError(
                 400,
                 f"{num_sequences} completions were asked for at once; this server runs {self.run_slots} "

@@ -1,6 +1,6 @@
 """The time between tokens of each request, for the line that it gets in the log: p50 and p99 without keeping its tokens.
 
-Owns: for each request that is being looked at, a row of counts by logarithmic bucket (16 an octave: 2 % off at most), and which row a place
+Owns: for each request that is being looked at, a row of counts by bucket (16 an octave: 3 % off at most), and which row a place
 of the table writes into. Never: costs a token anything on its way; a few thousand are added at once, with those of the histograms.
 
     rows     row 0 is nobody's: what is not looked at, or came when all MOST_ROWS were taken
@@ -9,6 +9,7 @@ Event loop's thread only.
 
 from __future__ import annotations
 
+import struct
 from typing import Final
 
 import numpy as np
@@ -16,10 +17,14 @@ import numpy.typing as npt
 
 MOST_ROWS: Final = 4_096
 """Requests at once; one more is logged without its p50 and p99."""
-_PER_OCTAVE: Final = 16
-_LEAST_US: Final = 16
-_NUM_OCTAVES: Final = 20  # to 16.8 s
-_NUM_BUCKETS: Final = _PER_OCTAVE * _NUM_OCTAVES + 2
+# The upper bits of a float64 are its logarithm, 16 steps an octave: cheaper than asking for it.
+_SHIFT: Final = 48
+_NUM_OCTAVES: Final = 20
+_FIRST: Final = int(np.float64(1 << 14).view(np.int64)) >> _SHIFT  # 16 us; the last is 17 s
+_NUM_BUCKETS: Final = 16 * _NUM_OCTAVES + 2
+_BITS: Final = struct.Struct("2q")
+_EDGES: Final = struct.Struct("2d")
+_ONE: Final = np.uint32(1)  # of the counts' own type: numpy's fast way
 
 
 class IntervalLog:
@@ -29,6 +34,7 @@ class IntervalLog:
         self.row_of_place = np.zeros(num_places, np.int32)
         # Pages that nobody touches are not there.
         self._counts = np.zeros((MOST_ROWS, _NUM_BUCKETS), np.uint32)
+        self._flat = self._counts.reshape(-1)
         self._free = list(range(MOST_ROWS - 1, 0, -1))
 
     def take_row(self) -> int:
@@ -43,9 +49,8 @@ class IntervalLog:
 
     def observe(self, rows: npt.NDArray[np.int32], times_ns: npt.NDArray[np.int64]) -> None:
         """Add the times of many tokens, each to its row."""
-        times_us = np.maximum(times_ns, 1) / 1000
-        buckets = np.log2(times_us / _LEAST_US) * _PER_OCTAVE + 1
-        np.add.at(self._counts, (rows, buckets.clip(0, _NUM_BUCKETS - 1).astype(np.int32)), 1)
+        buckets = (times_ns.astype(np.float64).view(np.int64) >> _SHIFT) - (_FIRST - 1)
+        np.add.at(self._flat, buckets.clip(0, _NUM_BUCKETS - 1) + rows * _NUM_BUCKETS, _ONE)
 
     def observe_one(self, row: int, time_ns: int, num_at_once: int) -> None:
         """Add the time of a frame's first token, and zeros for those that came with it."""
@@ -66,7 +71,9 @@ class IntervalLog:
 
 
 def _middle_ms(bucket: int) -> float:
-    """The geometric middle of a bucket; 0 of the first: less than a slow frame costs."""
+    """The middle of a bucket; 0 of the first: at once."""
     if bucket == 0:
         return 0.0
-    return float(_LEAST_US * 2 ** ((bucket - 0.5) / _PER_OCTAVE) / 1000)
+    lower = bucket - 1 + _FIRST
+    low, high = _EDGES.unpack(_BITS.pack(lower << _SHIFT, (lower + 1) << _SHIFT))
+    return float(low + high) / 2e6

@@ -83,7 +83,8 @@ class RequestLog:
         self._write = write
 
     def tell(self, record: RequestRecord) -> None:
-        fields, now = fields_of(record), time.time()
+        fields = fields_of(record)
+        now = time.time() - (time.monotonic_ns() - record.ended_ns) / 1e9  # its time is its end's
         lines = self._lines
         if lines.is_json:
             self._write(json.dumps({**lines.fields(now, "info", "request"), **fields}) + "\n")

@@ -4,7 +4,7 @@ Owns: the rule, the index of prompts that were sent, and the reading of a client
 thread only.
 
     load      sequences in flight to a worker: this front end's table, exact, and the other front ends' boards
-    affinity  of the workers that are busier than the least busy one by no more than margin * share, where share is the part of the
+    affinity  of the workers that are busier than the least busy one by no more than margin * share, rounded, where share is the part of the
               prompt that a worker's cache should hold, the one with the longest prefix; of equals the least busy, of those the one
               whose turn is longest ago
 
@@ -177,9 +177,10 @@ class Router:
         loads = {link.worker: self.load_of(link) for link in ready}
         found = self.index.match(keys, list(loads))
         least = min(loads.values())
-        share = self._margin / max(1, len(keys))
+        num_keys = max(1, len(keys))
+        allowed = {w: least + round(self._margin * depth / num_keys) for w, depth in found.items()}
         chosen = min(
-            (link for link in ready if loads[link.worker] - least <= share * found[link.worker]),
+            (link for link in ready if loads[link.worker] <= allowed[link.worker]),
             key=lambda link: (
                 -found[link.worker],
                 loads[link.worker],

@@ -1,7 +1,8 @@
 """A Ray cluster of two nodes on loopback, the router, and what the placement does when a server, an actor and a node die.
 
 A program of its own, since Ray's processes and warnings are no business of pytest's: it prints one line of JSON for each stage. The nodes are
-127.0.0.2, 127.0.0.3 and, after the first is lost, 127.0.0.4: the port is the same on all of them, as in production.
+127.0.0.2, 127.0.0.3 and, after the first is lost, 127.0.0.4: the port is the same on all of them, as in production. The head is 127.0.0.9, since
+Ray takes 127.0.0.1 for the machine's own address.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,10 +20,11 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "deploy" / "ray")]
 
 import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from router_client import question  # noqa: E402
 from router_fleet import KINDS, Router, free_ports, get  # noqa: E402
 from shmserve_ray import SLOT, Placement, RouterList  # noqa: E402
 
-PATIENCE_S = 90.0
+PATIENCE_S = 150.0
 
 
 def wait_for(placement: Placement, router: RouterList, hosts: set[str], port: int) -> float:
@@ -40,9 +43,7 @@ def wait_for(placement: Placement, router: RouterList, hosts: set[str], port: in
 
 def serves(router_port: int) -> int:
     """The status of a request through the router."""
-    import urllib.request
-
-    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
+    body = json.dumps(question(0, 2, stream=False)).encode()
     url = f"http://127.0.0.1:{router_port}/v1/chat/completions"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -58,7 +59,7 @@ def main(folder: Path, smg: str) -> None:
     router_port, metrics_port, port = free_ports(3)
     router = Router(KINDS["smg"], router_port, metrics_port, folder / "router")
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.1"}
+        initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": "127.0.0.9"}
     )
     try:
         nodes = [

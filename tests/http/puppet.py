@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.boards import HTTP_BOARD
+from shmserve.boards import http_board
 from shmserve.config import Config, HttpConfig, RingConfig
 from shmserve.http import app
 from shmserve.http.admission import Admission
@@ -94,11 +94,13 @@ def started_record(req_id: int) -> bytes:
 class Rings:
     """A channel, both its ends, and the client at the front end's. Needs a running loop."""
 
-    def __init__(self, rings: RingConfig | None = None) -> None:
+    def __init__(self, rings: RingConfig | None = None, http: int = 0) -> None:
         self.config = rings or RingConfig(token_slots=256, submit_slots=16)
         self.instance = f"test-puppet-{os.getpid()}-{next(_numbers)}"
-        self.board = Board.create(Board.name(self.instance, 1, "http", 0), HTTP_BOARD, 1)
-        self.client = WorkerClient(0, self.config, self.board)
+        self.board = Board.create(
+            Board.name(self.instance, 1, "http", http), http_board(self.config.table_size), 1
+        )
+        self.client = WorkerClient(http, self.config, self.board)
         self.link: WorkerLink = self.client.link(0)
         self._epoch = 0
         self._channels: list[Channel] = []

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,18 @@ from serving import PATIENCE_S, Server, until
 
 RUN_SLOTS, QUEUED = 2, 2  # of a worker; of all
 MOST = 2 * RUN_SLOTS + QUEUED
+FOREVER = 4_000  # tokens: longer than any test
 
 
 @pytest.fixture(scope="module")
-def pair(start_server: Callable[..., Server]) -> Server:
+def emission_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emission") / "log.jsonl"
+
+
+@pytest.fixture(scope="module")
+def pair(start_server: Callable[..., Server], emission_log: Path) -> Server:
     return start_server(
+        f"--emission-log={emission_log}",
         "--http-processes=2",
         "--workers=2",
         "--step-ms=20",
@@ -102,7 +110,8 @@ def lines(pair: Server) -> Iterator[Callable[[int], Line]]:
     yield to
     for line in opened:
         line.connection.close()
-    until(lambda: is_idle(pair), "idle")
+    if pair.process.poll() is None:
+        until(lambda: is_idle(pair), "idle")
 
 
 def is_idle(server: Server) -> bool:
@@ -238,30 +247,53 @@ def test_a_worker_that_dies_takes_only_its_own_requests(pair: Server, lines: Any
     free = lines(0)
     ready = {(front, rank): lines(front) for front in (0, 1) for rank in (0, 1)}
     streams = {
-        (front, rank): line.begin(data_parallel_rank=rank, max_tokens=120)
+        (front, rank): line.begin(data_parallel_rank=rank, max_tokens=FOREVER if rank else 60)
         for (front, rank), line in ready.items()
     }
     os.kill(_pid(pair, "worker", 1), signal.SIGKILL)
-    assert {key: stream.rest() for key, stream in streams.items()} == {
-        (0, 0): "done", (0, 1): "error", (1, 0): "done", (1, 1): "error",
-    }  # fmt: skip
+    assert [streams[front, 1].rest() for front in (0, 1)] == ["error", "error"]
     status, answer, headers = _on(free, data_parallel_rank=1)
     assert (status, answer["error"]["code"]) == (503, "no_worker") and headers["Retry-After"]
     assert _on(free)[0] == 200 and free.ask("/health")[0] == 200
+    assert [streams[front, 0].rest() for front in (0, 1)] == ["done", "done"]
     until(lambda: _on(free, data_parallel_rank=1)[0] == 200, "worker 1 again")
 
 
 def test_a_front_end_that_dies_breaks_only_its_own_connections(pair: Server, lines: Any) -> None:
     asker, (own, others) = lines(1), [[lines(front) for _ in range(2)] for front in (0, 1)]
-    own, others = [[line.begin(max_tokens=120) for line in each] for each in (own, others)]
+    own = [line.begin(max_tokens=FOREVER) for line in own]
+    others = [line.begin(max_tokens=60) for line in others]
     os.kill(_pid(pair, "http", 0), signal.SIGKILL)
     assert [stream.rest() for stream in own] == ["broken"] * 2
     assert [stream.rest() for stream in others] == ["done"] * 2
     until(lambda: asker.ask("/load")[1] == {"server_load": 0}, "nobody counts with what it held")
-    for _ in range(
-        8
-    ):  # the port answers: who comes to the dead one's socket waits for the next one
-        assert pair.complete(max_tokens=1)
+    # The port answers: who comes to the dead one's socket waits for the next one.
+    assert all(pair.complete(max_tokens=1) for _ in range(8))
+
+
+def test_each_worker_logs_to_a_file_of_its_own(
+    pair: Server, lines: Any, emission_log: Path
+) -> None:
+    line = lines(0)
+    ids = [_on(line, data_parallel_rank=rank)[1]["id"][-16:] for rank in (0, 1)]
+    paths = [Path(f"{emission_log}.{rank}") for rank in (0, 1)]
+    until(lambda: all(ids[i] in paths[i].read_text() for i in (0, 1)), "both in their files")
+    assert ids[0] not in paths[1].read_text() and not emission_log.exists()
+
+
+def test_a_drain_lets_the_requests_of_both_front_ends_end(pair: Server, lines: Any) -> None:
+    """The last test: the server ends with it."""
+    askers = [lines(front) for front in (0, 1)]
+    ready = [lines(front) for front in (0, 1)]
+    streams = [line.begin(max_tokens=60) for line in ready]
+    pair.process.send_signal(signal.SIGTERM)
+    for asker in askers:
+        until(lambda line=asker: line.ask("/health")[0] == 503, "draining")
+        status, answer, headers = _on(asker)
+        assert (status, answer["error"]["code"]) == (503, "draining") and headers["Retry-After"]
+    assert [stream.rest() for stream in streams] == ["done", "done"]
+    assert pair.process.wait(PATIENCE_S) == 0
+    assert "0 requests were cut" in pair.output()
 
 
 def _pid(server: Server, role: str, index: int) -> int:

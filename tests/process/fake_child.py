@@ -23,7 +23,7 @@ from shmserve.boards import Phase
 from shmserve.control import ControlLink
 from shmserve.rings.board import Board, BoardReader
 from shmserve.rings.channel import Channel
-from shmserve.rings.segment import Segment
+from shmserve.rings.segment import Segment, SegmentError
 
 
 def main() -> int:
@@ -99,7 +99,9 @@ def main() -> int:
                 told["workers"][str(message["worker"])] = message
                 told["states"].append(message["state"])
             elif kind == "board":
-                BoardReader.attach(message["name"]).close()
+                if message["name"]:  # else its process has died; it may have since, too
+                    with contextlib.suppress(SegmentError):
+                        BoardReader.attach(message["name"]).close()
                 told["boards"][f"{message['role']}{message['index']}"] = message["name"]
             elif kind == "channel":
                 pair = message["http"], message["worker"]

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 from strange_worker import SEEDS
 
+from shmserve.dump import requests_of
+from shmserve.recording import take
+
 pytestmark = pytest.mark.usefixtures("default_model")
 NUM_STREAMS = 32
 WORKER = {"runner": "simulated", "step_ms": 10.0, "max_num_seqs": NUM_STREAMS}
@@ -67,7 +70,7 @@ def test_worker_killed_in_decode_leaves_a_dump_of_every_request_to_its_last_toke
         for _ in range(NUM_STREAMS)
     ]
     first = [stream.wait_first() for stream in streams]
-    live = json.loads(shmserve(server, "dump", "--json", "--instance", server.name))
+    live = {f"{state.req_id:016x}" for state in requests_of(take(server.name)).in_flight}
     os.kill(worker, signal.SIGKILL)
     path = dump_of(server, until)
     dump = read(server, path)
@@ -79,7 +82,7 @@ def test_worker_killed_in_decode_leaves_a_dump_of_every_request_to_its_last_toke
         assert has_failed
         got[name] = index
     in_flight = {request["id"]: request for request in dump["in_flight"]}
-    assert in_flight.keys() == got.keys() == {request["id"] for request in live["in_flight"]}
+    assert in_flight.keys() == got.keys() == live
     assert len(got) == NUM_STREAMS and dump["in_flight_is_exact"]
     # A batch that was published and not announced was never read: one step more.
     ahead = {in_flight[name]["last_index"] - index for name, index in got.items()}
@@ -94,6 +97,7 @@ def test_worker_killed_in_decode_leaves_a_dump_of_every_request_to_its_last_toke
     assert f"{NUM_STREAMS} requests in flight" in text
     assert "A secret" not in text  # of what clients sent nothing is written down
     until(lambda: api.get("/ready").status == 200, "ready again")
+    assert requests_of(take(server.name)).in_flight == ()
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def test_one_screen_is_printed_where_there_is_no_terminal(serve: Serve) -> None:
     assert done.stdout.count("worker 0") == 1
 
 
+@pytest.mark.slow
 def test_commands_say_in_one_line_that_there_is_nothing_to_see(environ: dict[str, str]) -> None:
     for command in ("top", "dump"):
         done = subprocess.run(

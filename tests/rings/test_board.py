@@ -227,7 +227,9 @@ def test_row_that_a_roster_does_not_have_is_not_shown_and_harms_nobody(roster_bo
 
 
 @pytest.mark.parametrize("moment", [0, 1, 2])
-def test_row_that_changes_under_its_reader_is_whole_or_left_out(roster_board, roster_reader, moment):
+def test_row_that_changes_under_its_reader_is_whole_or_left_out(
+    roster_board, roster_reader, moment
+):
     """Its loads are: the key, the row, the key again."""
     roster_board.rosters["slow"].enter(0, 7, 100)
     words, num_loads = roster_reader._words, 0

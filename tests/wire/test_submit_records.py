@@ -1,6 +1,7 @@
 """Submit slots, byte by byte; what goes in comes out; and what lies is a WireError, never anything else."""
 
 import asyncio
+import os
 import struct
 
 import numpy as np
@@ -9,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve import wire
+from shmserve.boards import HTTP_BOARD
 from shmserve.config import RingConfig
 from shmserve.http.client import WorkerClient
 from shmserve.request import SamplingParams
+from shmserve.rings.board import Board
 from shmserve.wire import (
     SUBMIT_DTYPE,
     SUBMIT_SLOT_BYTES,
@@ -322,6 +325,7 @@ def test_a_damaged_submit_gives_a_request_or_a_wire_error(sent, damage):
 class StillLink:
     """A worker that serves and takes every record."""
 
+    worker = 0
     is_serving = True
 
     def __init__(self) -> None:
@@ -331,9 +335,9 @@ class StillLink:
         assert submit_head(record)[0] == entry.req_id
 
 
-async def ids_of_requests(http_index: int, table_size: int, count: int) -> list[int]:
+async def ids_of_requests(board: Board, http_index: int, table_size: int, count: int) -> list[int]:
     """The req_ids that a front end gives to requests that come and go."""
-    client = WorkerClient(http_index, RingConfig(table_size=table_size), board=None)
+    client = WorkerClient(http_index, RingConfig(table_size=table_size), board)
     client.links[0] = StillLink()
     ids = []
     for _ in range(count):
@@ -349,9 +353,36 @@ async def ids_of_requests(http_index: int, table_size: int, count: int) -> list[
 
 def test_req_id_is_generation_front_end_and_table_slot():
     """What the front end composes is what the picture says, and no two lives of a table slot share an id."""
-    ids = asyncio.run(ids_of_requests(http_index=5, table_size=3, count=7))
+    board = Board.create(f"/shmserve.test-ids-{os.getpid()}.1.http5.board", HTTP_BOARD, 1)
+    board.segment.unlink()
+    ids = asyncio.run(ids_of_requests(board, http_index=5, table_size=3, count=7))
     assert [req_id & 0xFFFF for req_id in ids] == [0, 1, 2, 2, 2, 2, 2]
     assert {req_id >> 16 & 0xFF for req_id in ids} == {5}
     generations = [req_id >> 24 for req_id in ids]
     assert generations == list(range(generations[0], generations[0] + 7))
     assert max(ids) < 2**64
+
+
+def test_head_of_a_slot_says_what_kind_it_is_and_how_long_its_prompt():
+    params = SamplingParams(max_tokens=77)
+    record, num_slots = wire.pack_submit(
+        wire.Submit(9, np.arange(1900, dtype=np.int32), params, submitted_ns=5)
+    )
+    slots = [record[i : i + 4096] for i in range(0, len(record), 4096)]
+    assert wire.peek_submit(slots[0]) == wire.SubmitHead(9, 1, num_slots, 5, 1900, 77)
+    assert wire.peek_submit(slots[1]) == wire.SubmitHead(9, 2, 1, 0)
+    pause = wire.pack_control(wire.SubmitKind.PAUSE, 9, time_ns=6)
+    assert wire.peek_submit(pause) == wire.SubmitHead(9, wire.SubmitKind.PAUSE, 1, 6)
+    assert wire.peek_submit(bytes(8) + b"\xff" + bytes(4087)).kind == 255
+
+
+def test_slots_without_contents_keep_their_heads_and_nothing_else():
+    params = SamplingParams(max_tokens=77, stop=(b"a stop string",), grammar="a grammar")
+    record, num_slots = wire.pack_submit(
+        wire.Submit(9, np.arange(1, 1901, dtype=np.int32), params, cache_salt=b"a salt")
+    )
+    bare = wire.without_contents(record)
+    assert len(bare) == len(record) and num_slots == 2
+    for at in range(0, len(record), 4096):
+        assert wire.peek_submit(bare[at : at + 4096]) == wire.peek_submit(record[at : at + 4096])
+    assert not any(bare[264:4096]) and not any(bare[4096 + 16 :])

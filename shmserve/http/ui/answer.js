@@ -119,7 +119,8 @@ export class Answer {
     const times = usual > 0 ? interval / usual : 1;
     const heat = HEATS.filter((least) => times >= least).length;
     element.className = element.className.replace(/\bh\d\b/, `h${heat}`);
-    element.dataset.told = `+${span(interval * 1e3)}` + (usual > 0 ? `, ${times.toFixed(1)}× the usual` : "");
+    if (interval === 0) element.dataset.told = "together with the piece before";
+    else element.dataset.told = `+${span(interval * 1e3)}` + (usual > 0 ? `, ${times.toFixed(1)}× the usual` : "");
   }
 
   _tellAccount(how = "", numTokens = null) {

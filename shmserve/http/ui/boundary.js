@@ -91,7 +91,8 @@ export class Boundary {
         return `${role === "http" ? "front end" : role} restarted ${many(value, "time")} (${cause})`;
       });
     const lag = Math.max(0, ...sample.processes.filter((each) => each.role === "http").map((each) => each.words.loop_lag_ns));
-    const facts = [`${this._constants.runner} runner`, `event loop late by ${span(lag / 1e3)}`, ...restarts];
+    const runner = this._constants.runner === "auto" ? [] : [`${this._constants.runner} runner`];
+    const facts = [...runner, `event loop late by ${span(lag / 1e3)}`, ...restarts];
     tell(byId("processes"), facts.join(" · "));
   }
 

@@ -47,7 +47,12 @@ export class Plot {
     const y = (value) => TOP + (1 - scale.place(value)) * (height - TOP - BOTTOM);
     const x = (time) => LEFT + (1 - (now - time) / SPAN_MS) * (width - LEFT - 2);
     this._frame(pen, style, scale, y, width, height);
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT, 0, width - LEFT, height);
+    pen.clip(); // the oldest point lies beyond the axis
     this._series.forEach((series, i) => this._line(pen, style, series, times, columns[i], x, y, height - BOTTOM));
+    pen.restore();
   }
 
   _frame(pen, style, scale, y, width, height) {
@@ -78,6 +83,7 @@ export class Plot {
     pen.lineWidth = series.dash ? 1.1 : 1.6;
     pen.lineJoin = "round";
     pen.setLineDash(series.dash ?? []);
+    pen.globalAlpha = series.dash ? 0.65 : 1;
     for (const [from, to] of runs(column)) {
       pen.beginPath();
       for (let k = from; k < to; k++) pen.lineTo(x(times[k]), y(column[k]));
@@ -92,6 +98,7 @@ export class Plot {
       }
     }
     pen.setLineDash([]);
+    pen.globalAlpha = 1;
   }
 }
 
