@@ -1,7 +1,7 @@
-"""What `shmserve top` knows: two looks at an instance's shared memory, and the difference between them.
+"""What `shmserve top` knows: the difference between two looks at an instance's shared memory.
 
-Owns: the attached segments, and the arithmetic of rates and quantiles. Never: draws (`top_screen.py` does), writes, asks a process
-anything, or needs one to run: a front end that is stopped is shown as it stands, with the age of its heartbeat. Commands only.
+Owns: the arithmetic of rates and quantiles. Never: attaches to anything (`watch.py` does), or draws (`top_screen.py` does). A front end
+that is stopped is shown as it stands, with the age of its heartbeat. Commands only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from shmserve.boards import Phase, label_of
-from shmserve.recording import board_place, ring_place
-from shmserve.rings.board import BoardReader, HistogramReading
-from shmserve.rings.layout import LOCK_OWNER
-from shmserve.rings.observe import RingStats, RingView, boards_of, rings_of
-from shmserve.rings.segment import SegmentError, is_locked
+from shmserve.recording import ring_place
+from shmserve.rings.board import HistogramReading
+from shmserve.rings.observe import RingStats
+from shmserve.watch import Look
 
 SILENT_AFTER_S: Final = 1.0
 """A process whose heartbeat is older is stopped, hung, or kept from running."""
@@ -34,94 +33,6 @@ LATENCIES: Final = {
 }
 """What histograms are called on the screen, in this order. Others of workers and front ends are in the JSON only."""
 _OF_THE_WORKER: Final = "step_us"  # shown beside each worker
-
-
-class EndedError(RuntimeError):
-    """The instance is gone; the text says how."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoardLook:
-    """One board at one moment."""
-
-    role: str
-    index: int
-    epoch: int
-    words: dict[str, int]
-    histograms: dict[str, HistogramReading]
-    slow_clients: list[dict[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """All segments at one moment (CLOCK_MONOTONIC), by name."""
-
-    at_ns: int
-    boards: dict[str, BoardLook]
-    rings: dict[str, RingStats]
-
-
-class Watch:
-    """Attached to every segment of `instance`, read-only; `look` follows segments that come and go. One thread."""
-
-    def __init__(self, instance: str) -> None:
-        self.instance = instance
-        self._boards: dict[str, BoardReader] = {}
-        self._rings: dict[str, RingView] = {}
-
-    def look(self) -> Look:
-        """Look at all that is there now. Raises EndedError if nothing is, or nobody who holds it."""
-        self._follow()
-        held = [reader.segment.fd for reader in self._boards.values()]
-        held += [view.segment.fd for view in self._rings.values()]
-        if not held:
-            raise EndedError(f"instance {self.instance} has ended")
-        if not any(is_locked(fd, LOCK_OWNER) for fd in held):
-            raise EndedError(
-                f"instance {self.instance} was killed; its rings are left: shmserve dump --instance {self.instance}"
-            )
-        boards = {}
-        for name, reader in self._boards.items():
-            epoch, role, index = board_place(name)
-            boards[name] = BoardLook(
-                role,
-                index,
-                epoch,
-                reader.words(),
-                reader.histograms(),
-                reader.roster("slow_clients"),
-            )
-        rings = {name: view.stats() for name, view in self._rings.items()}
-        return Look(time.monotonic_ns(), boards, rings)
-
-    def _follow(self) -> None:
-        """Attach what is new, let go of what is gone: a successor's segments have names of their own."""
-        boards, rings = set(boards_of(self.instance)), set(rings_of(self.instance))
-        for gone in self._boards.keys() - boards:
-            self._boards.pop(gone).close()
-        for gone in self._rings.keys() - rings:
-            self._rings.pop(gone).close()
-        for name in sorted(boards - self._boards.keys()):
-            try:
-                self._boards[name] = BoardReader.attach(name)
-            except SegmentError:
-                continue  # about to be made, or removed since: the next look tells
-        for name in sorted(rings - self._rings.keys()):
-            try:
-                self._rings[name] = RingView(name)
-            except SegmentError:
-                continue
-
-    def close(self) -> None:
-        for reader in self._boards.values():
-            reader.close()
-        for view in self._rings.values():
-            view.close()
-        self._boards.clear()
-        self._rings.clear()
-
-
-# --- the difference of two looks
 
 
 @dataclass(frozen=True, slots=True)

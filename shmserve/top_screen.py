@@ -165,7 +165,7 @@ def _ring_table(rings: Sequence[RingRow], num_more: int, glyphs: _Glyphs, width:
     table.add_column(
         f"rings {len(rings)}/{len(rings) + num_more}" if num_more else "ring", no_wrap=True
     )
-    num_cells = min(48, width - 108) if is_wide else 12
+    num_cells = min(48, width - 76) if is_wide else 12
     table.add_column("depth", width=num_cells)
     for name in ("", "high", "in/s", "merged", "drop", "refuse", "wait", "block"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -134,6 +134,22 @@ def test_ring_table_grows_with_what_it_must_hold_unless_it_was_set(
     assert "--ring-table-size 2048 is less than" in capsys.readouterr().err
 
 
+def test_front_ends_and_workers_are_as_many_as_told(
+    start: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = start("--http-processes", "2", "--workers", "3", "--max-num-seqs", "500")
+    assert (config.num_http, config.num_workers) == (2, 3)
+    assert config.rings.table_size == 3 * 500 + 256 + 64
+    assert (config.http.routing, config.affinity_margin) == ("affinity", 125)
+    config = start("--routing", "round-robin", "--affinity-margin", "3", "--max-num-seqs", "1")
+    assert (config.http.routing, config.affinity_margin) == ("round-robin", 3)
+    assert start("--max-num-seqs", "1").affinity_margin == 2
+    for flag in ("--http-processes", "--workers"):
+        for number in ("0", "65"):
+            assert cli.main(["start", flag, number]) == 1
+            assert f"{flag} must be 1 to 64, got {number}" in capsys.readouterr().err
+
+
 def test_limits_are_printed_with_their_sum_and_nothing_is_started(
     default_model: PreparedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:

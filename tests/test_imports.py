@@ -49,7 +49,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "posts",
         "ledger",
     ),
-    ("recording", "crash_dump", "dump", "dump_output", "top", "top_screen"),
+    ("recording", "crash_dump", "dump", "dump_output", "watch", "top", "top_screen"),
     ("wiring", "claim", "instance_server", "death_records", "crew", "supervisor"),
     ("stream_reading", "target", "load_spec", "load_report", "loadgen"),
     ("load_table", "load_plot", "load_file", "chat_turns", "chat_lines", "terminal_chat"),

@@ -18,8 +18,9 @@ from rich.console import Console
 from shmserve.boards import SUPERVISOR_BOARD, WORKER_BOARD, Phase, http_board
 from shmserve.rings.board import Board, HistogramReading
 from shmserve.rings.channel import Channel, RingShape
-from shmserve.top import EndedError, Look, ProcessRow, Report, RingRow, Watch, quantile, report
+from shmserve.top import ProcessRow, Report, RingRow, quantile, report
 from shmserve.top_screen import render
+from shmserve.watch import EndedError, Look, Watch
 from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES
 
 _numbers = itertools.count()

@@ -47,6 +47,7 @@ from soak_laws import (
 from soak_traffic import Mix, Profile, Song, book
 from soak_watch import Look, Process, SoakServer
 
+from shmserve.boards import HEARTBEAT_S
 from shmserve.instance_socket import InstanceError
 
 ROUND_S: Final = 8.0
@@ -255,6 +256,7 @@ class Soak:
     async def _rest(self, name: str) -> Look | None:
         """Nothing is asked: wait until nothing is held, and look. What is still held after IDLE_S is a finding."""
         deadline = time.monotonic() + IDLE_S
+        former = None
         while True:
             look = self.server.look()
             first = self.looks[0] if self.looks else look
@@ -263,15 +265,18 @@ class Soak:
                 for role, process in look.processes.items()
             }
             broken = broken_by_idle(first, look, firsts)
-            if not broken:
+            # Gauges are as old as a heartbeat: a connection may still be closing when they say that there is none.
+            if not broken and former is not None and look.has_same_descriptors(former):
                 self.looks.append(look)
                 self._firsts |= {life_of(look, role): firsts[role] for role in firsts}
                 return look
             if time.monotonic() > deadline:
+                broken = broken or ["its descriptors do not come to rest"]
                 self.findings += [f"{name}, {IDLE_S:g} s later: {each}" for each in broken]
                 self.looks.append(look)
                 return None
-            await asyncio.sleep(0.2)
+            former = look
+            await asyncio.sleep(2 * HEARTBEAT_S)
 
     async def _house(self, mix: Mix) -> None:
         """Every place of the server can be taken at once: none was lost on the way."""

@@ -76,6 +76,10 @@ class Look:
     words: dict[str, dict[str, int]] = field(default_factory=dict)
     rings: dict[str, RingStats] = field(default_factory=dict)
 
+    def has_same_descriptors(self, other: Look) -> bool:
+        mine = {role: process.descriptors for role, process in self.processes.items()}
+        return mine == {role: process.descriptors for role, process in other.processes.items()}
+
     def busy_words(self) -> list[str]:
         """What is not zero, and should be; what a ring still holds."""
         busy = [

@@ -1,6 +1,6 @@
 """`shmserve top`: looks, shows, and waits for the next turn.
 
-Owns: the loop and how it ends. Never: computes (`top.py` does) or draws (`top_screen.py` does). Commands only.
+Owns: the loop and how it ends. Never: computes (`top.py` does), or draws (`top_screen.py` does). Commands only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import click
 from shmserve.commands.instances import instance_options
 
 if TYPE_CHECKING:
-    from shmserve.top import Report, Watch
+    from shmserve.top import Report
+    from shmserve.watch import Watch
 
 
 @click.command()
@@ -40,7 +41,7 @@ def top(instance: str, port: int | None, interval: float, once: bool, as_json: b
     instance does. Where stdout is no terminal, it prints one screen, as with --once.
     """
     from shmserve.commands.find import find
-    from shmserve.top import EndedError, Watch
+    from shmserve.watch import EndedError, Watch
 
     watch = Watch(find(instance, port).name)
     signal.signal(signal.SIGTERM, _leave)  # so that the terminal is given back
@@ -77,7 +78,8 @@ def _show(watch: Watch, interval_s: float, once: bool, as_json: bool) -> None:
 def _reports(watch: Watch, interval_s: float) -> Iterator[Report]:
     """One of the first look alone, then one for each interval."""
     from shmserve.instance_socket import InstanceError
-    from shmserve.top import EndedError, report
+    from shmserve.top import report
+    from shmserve.watch import EndedError
 
     try:
         before = watch.look()

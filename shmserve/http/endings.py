@@ -19,6 +19,7 @@ _BY_FINISH: Final = {
     FinishReason.GRAMMAR: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
+    FinishReason.EVICTED: "abort",  # as is one that its own front end has sent away
     FinishReason.ERROR: "error",
     FinishReason.TIMEOUT: "timeout",
 }

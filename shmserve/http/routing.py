@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 RANK: Final[web.RequestKey[int]] = web.RequestKey("data_parallel_rank", int)
 """The worker that a request's client wants; not there: whichever."""
 
+MOST_LIVES: Final = 256
+"""Lives of workers that the index tells apart; past it, it begins anew."""
+
 FIELD: Final = "data_parallel_rank"
 HEADER: Final = "X-data-parallel-rank"
 
@@ -100,6 +103,8 @@ class PrefixIndex:
     def note(self, keys: Sequence[int], worker: int) -> None:
         """`worker` was sent these."""
         if worker not in self._bits:
+            if self._num_lives == MOST_LIVES:
+                self.clear()
             self._bits[worker] = 1 << self._num_lives
             self._num_lives += 1
         known, bit, alive = self._workers, self._bits[worker], sum(self._bits.values())

@@ -28,6 +28,7 @@ from shmserve.wire import FinishRecord
 if TYPE_CHECKING:
     from shmserve.http.in_flight import InFlight
 
+_TIME: Final = struct.Struct("<Q")  # time_ns, at 8
 _TIMES: Final = struct.Struct("<8I")  # dt_us of a TOKENS slot, at 64
 
 
@@ -66,14 +67,16 @@ class TokenTimes:
 
     def came(self, slot: bytes, count: int, popped_ns: int) -> None:
         """The pump has read a TOKENS slot. A worker's time may be anything: none is later than what followed it."""
-        first_ns = min(int.from_bytes(slot[8:16], "little"), popped_ns)
-        delay_us, *later_us = _TIMES.unpack_from(slot, 64)[:count]
-        published_ns = min(first_ns + delay_us * 1000, popped_ns)
-        self._sampled.append(min(first_ns, published_ns))
-        for after_us in later_us:
+        sampled_ns, delay_us = _TIME.unpack_from(slot, 8)[0], _TIMES.unpack_from(slot, 64)
+        first_ns = min(sampled_ns, popped_ns)
+        published_ns = min(first_ns + delay_us[0] * 1000, popped_ns)
+        self._sampled.append(first_ns)
+        self._published.append(published_ns)
+        self._popped.append(popped_ns)
+        for after_us in delay_us[1:count]:
             self._sampled.append(min(first_ns + after_us * 1000, published_ns))
-        self._published.extend([published_ns] * count)
-        self._popped.extend([popped_ns] * count)
+            self._published.append(published_ns)
+            self._popped.append(popped_ns)
 
     def framed(self, at_ns: int) -> None:
         """The text of all that came is ready."""
@@ -171,9 +174,11 @@ class TokenTimes:
 
 
 def spread(times_ns: npt.NDArray[np.int64]) -> dict[str, float] | None:
-    """Mean, p50, p99 and the most, in us; None of nothing."""
-    if not len(times_ns):
+    """Mean, p50, p99 (each a time that was: the first that so many do not exceed) and the most, in us; None of nothing."""
+    count = len(times_ns)
+    if not count:
         return None
-    p50, p99 = np.percentile(times_ns, (50, 99))
-    values = {"mean": times_ns.mean(), "p50": p50, "p99": p99, "max": times_ns.max()}
+    ordered = np.sort(times_ns)  # numpy's percentile takes 20 times as long
+    p50, p99 = ordered[(count - 1) // 2], ordered[-(-99 * count // 100) - 1]
+    values = {"mean": ordered.mean(), "p50": p50, "p99": p99, "max": ordered[-1]}
     return {name: round(float(value) / 1000, 1) for name, value in values.items()}

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "deploy" / "ray")]
 import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from router_client import question  # noqa: E402
-from router_fleet import KINDS, Router, free_ports, get  # noqa: E402
+from router_fleet import KINDS, Router, free_ports, get, until  # noqa: E402
 from shmserve_ray import SLOT, Placement, RouterList  # noqa: E402
 
 PATIENCE_S = 150.0
@@ -94,7 +94,9 @@ def main(folder: Path, smg: str) -> None:
         gone = get(f"http://127.0.0.2:{port}/ready")[0]
         tell("node lost", meanwhile=status, back_s=round(took, 1), old_answers=gone)
         tell("asked", status=serves(router_port))
-        tell("drained", codes=placement.drain(), known=sorted(listed.ids()))
+        codes = placement.drain()
+        until(lambda: not listed.ids(), "the router has forgotten them", PATIENCE_S)
+        tell("drained", codes=codes)
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -14,7 +14,7 @@ import pytest
 
 from shmserve.boards import HTTP_BOARD
 from shmserve.http.errors import ApiError
-from shmserve.http.routing import PrefixIndex, Router, rank_of
+from shmserve.http.routing import MOST_LIVES, PrefixIndex, Router, rank_of
 from shmserve.rings.board import Board
 
 BLOCK = 4
@@ -166,6 +166,18 @@ def test_the_index_never_passes_its_bound_and_forgets_ends_first() -> None:
     assert len(long) == 6, "of a prompt beyond the bound only what fits"
     index.note(long, 1)
     assert len(index) == 6 and index.match(long, [1]) == {1: 6}
+
+
+def test_an_index_outlives_any_number_of_workers() -> None:
+    index = PrefixIndex(BLOCK)
+    keys = index.keys_of(ids(1, 2), b"")
+    for life in range(3 * MOST_LIVES):
+        worker = life % 2
+        index.note(keys, worker)
+        assert index.match(keys, [worker]) == {worker: 2}
+        index.forget(worker)
+        assert index.match(keys, [0, 1]) == {0: 0, 1: 0}
+        assert max(index._workers.values()).bit_length() <= MOST_LIVES
 
 
 def test_only_whole_blocks_count_and_each_by_all_before_it() -> None:
