@@ -224,7 +224,11 @@ HTTP_BOARD: Final = BoardSpec(
         "prompt_length": LENGTH_BOUNDS,  # tokens
         "completion_length": LENGTH_BOUNDS,
     },
-    rosters={"slow_clients": (MOST_SLOW_SHOWN, SLOW_COLUMNS), "requests": (0, REQUEST_COLUMNS), "workers": (0, WORKER_COLUMNS)},
+    rosters={
+        "slow_clients": (MOST_SLOW_SHOWN, SLOW_COLUMNS),
+        "requests": (0, REQUEST_COLUMNS),
+        "workers": (0, WORKER_COLUMNS),
+    },
 )
 
 
@@ -268,7 +272,9 @@ HTTP_GAUGES: Final = frozenset(
 
 def counters_of(role: str) -> tuple[str, ...]:
     """The words of a child's board that only grow."""
-    spec, gauges = {"worker": (WORKER_BOARD, WORKER_GAUGES), "http": (HTTP_BOARD, HTTP_GAUGES)}[role]
+    spec, gauges = {"worker": (WORKER_BOARD, WORKER_GAUGES), "http": (HTTP_BOARD, HTTP_GAUGES)}[
+        role
+    ]
     return tuple(word for word in spec.words if word not in gauges)
 
 

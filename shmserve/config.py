@@ -20,6 +20,7 @@ LogFormat = Literal["text", "json"]
 Routing = Literal["affinity", "least-busy", "round-robin"]
 RunnerName = Literal["auto", "cpu", "cuda", "torch", "hf", "simulated"]
 CpuPrecision = Literal["auto", "fp32", "bf16", "int8"]
+AttentionBackend = Literal["auto", "triton", "flashinfer"]
 PRECISIONS_OF: dict[str, tuple[str, ...]] = {
     "auto": ("fp32", "bf16", "int8"),
     "cpu": ("int8",),
@@ -70,6 +71,7 @@ class WorkerConfig:
 
     runner: RunnerName = "auto"
     cpu_precision: CpuPrecision = "auto"  # of matrices; auto: what the runner is fastest in
+    attention_backend: AttentionBackend = "auto"  # on a GPU; auto: flashinfer where it can
     step_ms: float = 4.48  # simulated runner: period of a step
     script: str = ""  # simulated runner: JSON file of scripted token ids per request
     max_num_seqs: int = 32
@@ -227,6 +229,11 @@ class Config:
             raise ConfigError(
                 f"--cpu-precision {precision} cannot be had with --runner {self.worker.runner} "
                 f"(possible: {', '.join(('auto', *possible))})"
+            )
+        attention, runner = self.worker.attention_backend, self.worker.runner
+        if attention != "auto" and runner not in ("auto", "cuda"):
+            raise ConfigError(
+                f"--attention-backend {attention} cannot be had with --runner {runner} (possible: auto)"
             )
         if self.http.queue_full_status not in (503, 429):
             raise ConfigError(

@@ -68,7 +68,10 @@ def bounds_of(
     run_slots = worker.run_slots * num_workers
     places = num_http * (run_slots + http.max_queued_requests)
     connections = num_http * http.max_concurrent_connections
-    boards = board_bytes(http_board(rings.table_size, num_workers)) * num_http + board_bytes(WORKER_BOARD) * num_workers
+    boards = (
+        board_bytes(http_board(rings.table_size, num_workers)) * num_http
+        + board_bytes(WORKER_BOARD) * num_workers
+    )
     return [
         Bound("shm", "submit rings (--submit-ring-slots)", pairs, HEADER_BYTES + rings.submit_slots * SUBMIT_SLOT_BYTES),
         Bound("shm", "token rings (--token-ring-slots)", pairs, HEADER_BYTES + rings.token_slots * TOKEN_SLOT_BYTES),

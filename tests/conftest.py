@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # A server of the real model and compiled kernels are made once for all files of these folders: one process takes them.
-TOGETHER = ("tests/e2e/", "tests/worker/cpu/")
+TOGETHER = ("tests/e2e/routers/", "tests/e2e/", "tests/worker/cpu/")  # the first that fits
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

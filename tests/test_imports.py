@@ -21,7 +21,18 @@ PACKAGE = Path(__file__).parents[1] / "shmserve"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("__init__", "config", "request", "lazy_heap"),
     ("rings",),
-    ("wire", "stop", "token_bytes", "token_text", "boards", "control", "keys", "tls", "log_writer", "devices"),
+    (
+        "wire",
+        "stop",
+        "token_bytes",
+        "token_text",
+        "boards",
+        "control",
+        "keys",
+        "tls",
+        "log_writer",
+        "devices",
+    ),
     (
         "gguf",
         "ggml_blocks",

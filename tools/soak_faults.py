@@ -57,7 +57,7 @@ EXCUSES: Final[dict[str, frozenset[str]]] = {
     "loading": _WORKER_DEATHS,
     "no_worker": _WORKER_DEATHS | {"worker stopped"},
     "submit_ring_full": frozenset({"worker stopped", "worker hung"}),
-    "waiting_timeout": frozenset({"worker hung", "http hung"}),
+    "waiting_timeout": _STANDSTILLS | {"burst"},
     # What is held up comes all at once, or keeps its place while nobody can let it go.
     "queue_full": _STANDSTILLS | _HTTP_DEATHS | {"burst"},
     "too_many_connections": frozenset({"flood"}),

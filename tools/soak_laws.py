@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from bench_common import Row
 from soak_client import Outcome
 from soak_faults import DEATHS
 from soak_watch import Look, Process
@@ -135,3 +136,34 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float | None:
         return None
     pairs = zip(times, values, strict=True)
     return sum((t - mean_t) * (v - mean_v) for t, v in pairs) / spread
+
+
+def row_of(looks: Sequence[Look], role: str) -> Row:
+    """The last life of one process, as a row of the table."""
+    series = last_life(looks, role)
+    times = [at for at, _ in series]
+    mib = [process.rss / 2**20 for _, process in series]
+    per_s = slope(times, mib)
+    return {
+        "process": role,
+        "looks": len(series),
+        "life_min": (times[-1] - times[0]) / 60,
+        "rss_first_mib": mib[0],
+        "rss_last_mib": mib[-1],
+        "mib_per_min": None if per_s is None else per_s * 60,
+        "grown_mib": growth(mib),
+        "threads": series[-1][1].num_threads,
+        "grown_threads": growth([float(process.num_threads) for _, process in series]),
+        "descriptors": sum(count for _, count in series[-1][1].descriptors),
+    }
+
+
+def broken_by_growth(row: Row) -> list[str]:
+    """Of a process whose life was long enough to tell."""
+    broken = []
+    role, mib, threads = row["process"], row["grown_mib"], row["grown_threads"]
+    if mib is not None and mib > MOST_GROWTH_MIB[role]:
+        broken.append(f"{role}: {mib:.1f} MiB grown, 2nd to last quarter")
+    if threads is not None and threads > 0:
+        broken.append(f"{role}: {threads:g} threads more, 2nd to last quarter")
+    return broken

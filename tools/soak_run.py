@@ -33,16 +33,13 @@ from soak_faults import (
     finding_of,
 )
 from soak_laws import (
-    LEAST_LOOKS,
-    MOST_GROWTH_MIB,
     ROLES,
     broken_by_counts,
     broken_by_deaths,
+    broken_by_growth,
     broken_by_idle,
-    growth,
-    last_life,
     life_of,
-    slope,
+    row_of,
 )
 from soak_traffic import Mix, Profile, Song, book
 from soak_watch import Look, Process, SoakServer
@@ -294,30 +291,10 @@ class Soak:
         words = self.looks[-1].words["supervisor"]
         self.findings += broken_by_deaths(words, self.faults)
         for role in ROLES:
-            series = last_life(self.looks, role)
-            times = [at for at, _ in series]
-            mib = [process.rss / 2**20 for _, process in series]
-            grown, threads = growth(mib), growth([float(p.num_threads) for _, p in series])
-            per_s = slope(times, mib)
-            rows.append(
-                {
-                    "process": role,
-                    "looks": len(series),
-                    "life_min": (times[-1] - times[0]) / 60,
-                    "rss_first_mib": mib[0],
-                    "rss_last_mib": mib[-1],
-                    "mib_per_min": None if per_s is None else per_s * 60,
-                    "grown_mib": grown,
-                    "threads": series[-1][1].num_threads,
-                    "descriptors": sum(count for _, count in series[-1][1].descriptors),
-                }
-            )
-            if grown is not None and grown > MOST_GROWTH_MIB[role]:
-                self.findings.append(f"{role}: {grown:.1f} MiB grown, 2nd to last quarter")
-            if threads is not None and threads > 0:
-                self.findings.append(f"{role}: {threads:g} threads more, 2nd to last quarter")
-            if minutes >= 5 * self.profile.least_minutes and len(series) < LEAST_LOOKS:
-                self.findings.append(f"{role}: only {len(series)} looks at its last life")
+            rows.append(row_of(self.looks, role))
+            self.findings += broken_by_growth(rows[-1])
+            if minutes >= 5 * self.profile.least_minutes and rows[-1]["grown_mib"] is None:
+                self.findings.append(f"{role}: too few looks at its last life to tell a leak")
         if minutes >= self.profile.least_minutes:
             self.findings += [f"never seen: {end}" for end in EXPECTED if not self.ends[end]]
         return rows

@@ -191,12 +191,15 @@ class Mix:
         return Plan("/v1/completions", dict(body), expected_code=code)
 
     def burst(self) -> list[Plan]:
-        """Three times what the server holds, at once."""
-        plans = [self.plain_or_streamed() for _ in range(3 * self._profile.num_places)]
-        return [
-            replace(plan, body=plan.body | {"priority": self._pick.choice((0, 1, 2))})
-            for plan in plans
-        ]
+        """Three times what the server holds, at once, and long enough that it is full before the first has ended."""
+        least = self._profile.lengths[-2]
+        plans: list[Plan] = []
+        while len(plans) < 3 * self._profile.num_places:
+            plan = self.plain_or_streamed()
+            if plan.body["max_tokens"] >= least:
+                rank = {"priority": self._pick.choice((0, 1, 2))}
+                plans.append(replace(plan, body=plan.body | rank))
+        return plans
 
     def full_house(self) -> list[Plan]:
         """Exactly what the server holds, at once: every one must be answered."""

@@ -258,6 +258,13 @@ def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any
             **own,
             kv_cache_fraction=config.kv_cache_fraction,
             num_token_ids=model.num_token_ids(),
+            attention_backend=config.attention_backend,
+        )
+    if config.attention_backend != "auto":
+        from shmserve.worker.models.config import ModelLoadError
+
+        raise ModelLoadError(
+            f"--attention-backend {config.attention_backend}: there is no CUDA device to attend on"
         )
     precision = config.cpu_precision
     if config.runner in ("auto", "cpu") and precision in ("auto", "int8"):

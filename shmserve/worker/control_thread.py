@@ -61,6 +61,7 @@ class ControlThread:
             if received is None:
                 log.warning("the supervisor is gone: ending")
                 self._on_orphaned()
+                logging.shutdown()  # a moment for the line above
                 os._exit(0)
             self.messages.append(received)
             self.wake.add(1)

@@ -246,7 +246,9 @@ class Puppet(Rings):
         reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
         self._writers.append(writer)
         body = json.dumps({"prompt": "Hi"} | fields).encode()
-        head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         writer.write(head.encode() + body)
         return reader, writer
 

@@ -198,3 +198,12 @@ def test_a_stderr_that_nobody_reads_holds_up_nobody(tmp_path, default_model) -> 
     text = said.decode()
     assert text.count(" INFO http[0] request ") == 32
     assert "killed by SIGKILL" in text and "lost here" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--no-log-requests", "--log-level=warning"])
+def test_who_does_not_want_the_lines_has_none(start_server, flag) -> None:
+    server = start_server("--step-ms=1", flag)
+    server.complete(prompt="Hi", max_tokens=1)
+    server.stop()  # what waits for a heartbeat is said at the end
+    assert " request " not in server.output()

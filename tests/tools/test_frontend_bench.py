@@ -184,7 +184,9 @@ def test_command_names_what_the_bench_needs_of_the_server(tmp_path):
     assert words[1:6] == ["-m", "shmserve", "start", "--runner", "simulated"]
     for flag in ("--step-ms", "--max-num-seqs", "--port", "--emission-log", "--uds"):
         assert flag in words
-    assert words[-1] == "--x"
+    assert words[-1] == "--x" and "--http-processes" not in words
+    pair = OurServer(tmp_path, 512, 256, 4.48, 0, False, (), pins=False, num_http=2).command()
+    assert pair[pair.index("--http-processes") + 1] == "2"
 
 
 def test_a_server_paired_with_itself_holds_frames_and_rate(program, tmp_path):

@@ -13,15 +13,18 @@ from dataclasses import replace
 
 import pytest
 import soak
-from soak_client import ABORT, Answer, BadAnswerError, Outcome, Plan, ask
+from soak_answer import Answer, BadAnswerError
+from soak_client import ABORT, Outcome, Plan, ask
 from soak_faults import BURST, DEATHS, EXCUSES, Windows, finding_of
 from soak_laws import (
     REFUSED_AS,
     broken_by_counts,
     broken_by_deaths,
+    broken_by_growth,
     broken_by_idle,
     growth,
     last_life,
+    row_of,
     slope,
 )
 from soak_run import FLAGS, Soak
@@ -335,6 +338,21 @@ def test_growth_and_slope_tell_a_leak_from_a_warm_up():
     assert growth(leak[:7]) is None
     assert slope([0.0, 1.0, 2.0], [5.0, 7.0, 9.0]) == pytest.approx(2.0)
     assert slope([1.0], [5.0]) is None
+
+
+def test_a_process_that_grows_is_told():
+    def rows(*mib, threads=3):
+        looks = [look() for _ in mib]
+        for each, rss in zip(looks, mib, strict=True):
+            grown = replace(PROCESS, rss=rss * 2**20, num_threads=threads)
+            each.processes["worker"] = grown
+        looks[-1].processes["worker"] = replace(grown, num_threads=3)
+        return row_of(looks, "worker")
+
+    assert broken_by_growth(rows(*[50] * 8)) == []
+    assert broken_by_growth(rows(*[50] * 7)) == []
+    assert len(broken_by_growth(rows(*range(50, 82, 4)))) == 1
+    assert len(broken_by_growth(rows(*[50] * 8, threads=2))) == 1
 
 
 def test_the_last_life_begins_with_the_last_process():

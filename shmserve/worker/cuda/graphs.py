@@ -62,14 +62,22 @@ def buckets_for(max_num_seqs: int) -> tuple[int, ...]:
 
 
 class StepGraphs:
-    """The recorded steps. `step(bucket)` computes one step of `bucket` rows from static buffers into static buffers."""
+    """The recorded steps. `step(bucket)` computes one step of `bucket` rows from static buffers into static buffers.
+
+    `prepare(bucket)` is called before its first run: for what a step needs and must not record.
+    """
 
     def __init__(
-        self, capture: Capture, buckets: tuple[int, ...], step: Callable[[int], None]
+        self,
+        capture: Capture,
+        buckets: tuple[int, ...],
+        step: Callable[[int], None],
+        prepare: Callable[[int], None] = lambda bucket: None,
     ) -> None:
         self._capture = capture
         self._buckets = tuple(sorted(buckets))
         self._step = step
+        self._prepare = prepare
         self._replays: dict[int, Work] = {}
 
     @property
@@ -83,6 +91,7 @@ class StepGraphs:
             def work(bucket: int = bucket) -> None:
                 self._step(bucket)
 
+            self._prepare(bucket)
             for _ in range(WARM_UP_RUNS):
                 work()
             self._replays[bucket] = self._capture.record(work)

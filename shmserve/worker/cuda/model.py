@@ -8,6 +8,7 @@ plain torch; matrices are gemv for few rows and torch.mm (cuBLAS) for more. Work
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from shmserve.worker.cuda.reference import MAX_GEMV_ROWS
 from shmserve.worker.models.config import DecoderConfig, Rope
 from shmserve.worker.models.decoder import rope_tables
 from shmserve.worker.models.weights import DecoderWeights, LayerWeights
+
+
+class Attention(Protocol):
+    """What attends in place of the operations, for the step that it was told of (flashinfer_attention.py)."""
+
+    def attend(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, out: Tensor
+    ) -> None: ...
 
 
 class DeviceModel:
@@ -35,8 +44,10 @@ class DeviceModel:
         max_model_len: int,
         num_blocks: int,
         block_size: int,
+        attention: Attention | None = None,
     ) -> None:
         self.config, self._weights, self._ops, self._buffers = config, weights, ops, buffers
+        self._attention = attention
         device, dtype = weights.embedding.device, weights.embedding.dtype
         rows, seqs = max_num_tokens, buffers.max_num_seqs
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -107,9 +118,12 @@ class DeviceModel:
         places = (inputs.positions, inputs.kv_slots)
         turn = self._turns[c.ropes[index]]
         ops.rotary_write(qkv, *norms, *turn, *places, query, keys, values, c.norm_eps)
+        out = self._attended[:count]
+        if self._attention is not None:
+            self._attention.attend(index, query, keys, values, out)
+            return
         how = (self._scale, c.sliding_windows[index] or 0, c.attention_softcap or 0.0)
         cache = (query, keys, values, tables)
-        out = self._attended[:count]
         if max_query_len == 1:
             ops.decode_attention(*cache, inputs.kv_lens, out, self._decode, *how)
         else:

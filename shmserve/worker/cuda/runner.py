@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shmserve.config import AttentionBackend
 from shmserve.worker.batch import I4, Batch, PromptPart, PromptScores, StepOutput
 from shmserve.worker.cuda.buffers import Landing, StepBuffers
+from shmserve.worker.cuda.flashinfer_attention import attention_for
 from shmserve.worker.cuda.graphs import Capture, CudaCapture, NoCapture, StepGraphs, buckets_for
 from shmserve.worker.cuda.link import CudaLink, HostLink, Link
 from shmserve.worker.cuda.model import DeviceModel, placing
@@ -77,6 +79,7 @@ class CudaRunner:
         ops: Ops | None = None,
         link: Link | None = None,
         capture: Capture | None = None,
+        attention_backend: AttentionBackend = "auto",
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -99,26 +102,44 @@ class CudaRunner:
                 buckets = buckets_for(max_num_seqs)
                 most_seqs = max(max_num_seqs, buckets[-1] if buckets else 0)
                 most_tokens = max(max_num_batched_tokens, most_seqs)
+                max_blocks = -(-info.max_model_len // block_size)
                 is_cuda = target.type == "cuda"
+                link = link or (CudaLink(target) if is_cuda else HostLink())
+                ops = ops or triton_ops()
+                self._attention = attention_for(
+                    attention_backend,
+                    ops.name,
+                    config,
+                    dtype,
+                    link,
+                    buckets,
+                    max_num_seqs=most_seqs,
+                    max_blocks=max_blocks,
+                    block_size=block_size,
+                )
                 self._buffers = StepBuffers(
-                    link or (CudaLink(target) if is_cuda else HostLink()),
+                    link,
                     max_num_tokens=most_tokens,
                     max_num_seqs=most_seqs,
                     num_rows=max_num_seqs,
-                    max_blocks=-(-info.max_model_len // block_size),
+                    max_blocks=max_blocks,
                 )
                 self._model = DeviceModel(
                     config,
                     weights,
-                    ops or triton_ops(),
+                    ops,
                     self._buffers,
                     max_num_tokens=most_tokens,
                     max_model_len=info.max_model_len,
                     num_blocks=info.num_blocks,
                     block_size=block_size,
+                    attention=self._attention,
                 )
                 self._graphs = StepGraphs(
-                    capture or (CudaCapture() if is_cuda else NoCapture()), buckets, self._decode
+                    capture or (CudaCapture() if is_cuda else NoCapture()),
+                    buckets,
+                    self._decode,
+                    self._prepare,
                 )
                 self._graphs.record_all(lambda share: progress("recording steps", share))
         except torch.OutOfMemoryError as error:
@@ -151,6 +172,9 @@ class CudaRunner:
         with torch.inference_mode():
             bucket = self._graphs.bucket_of(batch.num_seqs) if batch.is_decode else None
             inputs = self._buffers.send(batch, sampling, carried, bucket)
+            if self._attention is not None and batch.num_tokens:
+                fields = (batch.block_table, batch.kv_lens, batch.cu_seqlens)
+                self._attention.plan(*fields, bucket)
             if bucket is not None:
                 self._graphs.replay(bucket)
             elif batch.num_tokens:
@@ -197,7 +221,7 @@ class CudaRunner:
 
     def close(self) -> None:
         """Let weights, cache and graphs go."""
-        del self._graphs, self._model, self._buffers
+        del self._graphs, self._model, self._attention, self._buffers
 
     def _score(self, part: PromptPart) -> PromptScores:
         found = []
@@ -207,6 +231,11 @@ class CudaRunner:
             found.append(score(logits, targets, part.num_top))
         logprobs, ids, values = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         return PromptScores(part, logprobs, ids, values)
+
+    def _prepare(self, bucket: int) -> None:
+        """What a decode step needs beside its buffers; never recorded."""
+        if self._attention is not None:
+            self._attention.plan_padding(bucket)
 
     def _decode(self, bucket: int) -> None:
         """One decode step over the static buffers: what is recorded."""
