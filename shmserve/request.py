@@ -61,7 +61,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
-    shown_ids: tuple[int, ...] = ()  # special tokens that are text all the same, where the others are skipped
+    shown_ids: tuple[
+        int, ...
+    ] = ()  # special tokens that are text all the same, where the others are skipped
     logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1  # -1: none; 0: the chosen token's; k: and the k most likely
     prompt_logprobs: int = -1  # the same for the prompt's tokens

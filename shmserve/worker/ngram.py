@@ -30,7 +30,9 @@ class NgramIndex:
     def __init__(self, token_ids: npt.NDArray[np.int32], most: int) -> None:
         self.most = most
         self.num_guessed = 0
-        self.num_verified = 0  # guesses whose success is known, their tokens, and of these the right ones
+        self.num_verified = (
+            0  # guesses whose success is known, their tokens, and of these the right ones
+        )
         self.num_drafts = 0
         self.num_accepted = 0
         self._tokens: list[int] = []

@@ -176,8 +176,14 @@ def test_a_carried_draw_is_the_draw_of_its_position(model):
 
 @pytest.mark.parametrize(
     "params",
-    [{"top_p": 0.5}, {"top_k": 5}, {"num_logprobs": 2}, {"logit_bias": ((3, 5.0),)},
-     {"allowed_token_ids": (3, 4, 5)}, {"bad_words": ((3,), (4, 5))}],
+    [
+        {"top_p": 0.5},
+        {"top_k": 5},
+        {"num_logprobs": 2},
+        {"logit_bias": ((3, 5.0),)},
+        {"allowed_token_ids": (3, 4, 5)},
+        {"bad_words": ((3,), (4, 5))},
+    ],
     ids=lambda params: next(iter(params)),
 )
 def test_rows_that_the_kernel_cannot_sample_are_sampled_on_the_host_and_not_carried(model, params):
