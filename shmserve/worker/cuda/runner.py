@@ -58,7 +58,8 @@ class CudaRunner:
     """`ModelRunner` and `OverlappingRunner`. `kv_cache_bytes` 0: `kv_cache_fraction` of the device's free memory (0: 0.85).
 
     `num_token_ids` is how many ids have a token, where the model's vocabulary is padded: the others do not exist for anybody.
-    `ops`, `link` and `capture` None: kernels, copies and graphs of `device`. Raises ModelLoadError, one line.
+    `ops`, `link` and `capture` None: kernels, copies and graphs of `device`. `attention_backend`: what attends in place of those
+    operations (flashinfer_attention.py). Raises ModelLoadError, one line.
     """
 
     def __init__(

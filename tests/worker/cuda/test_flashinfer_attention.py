@@ -47,6 +47,7 @@ toy = neighbour("test_runner")
 
 HIDDEN, FFN, VOCAB, DIM, WINDOW, LAYERS = 128, 128, 256, 64, 20, 4
 SIXTEEN = {"dtype": torch.bfloat16, "max_num_seqs": 4}
+SINGLE = {**SIXTEEN, "max_num_seqs": 1}  # for what is interpreted: a bucket takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -297,19 +298,16 @@ from shmserve.worker.cuda.ops import triton_ops
 sys.modules["flashinfer"] = t.fake
 t.flashinfer_attention.capability_of = lambda device: (9, 0)
 model = SimpleNamespace(weights=Path(sys.argv[2]), format="safetensors")
-found = []
-for backend in ("flashinfer", "triton"):
-    runner = t.toy.cuda_runner(model, ops=triton_ops(), attention_backend=backend, **t.SIXTEEN)
-    assert (runner._attention is None) == (backend == "triton")
-    found.append(t.toy.generated(runner, t.PROMPTS, t.toy.state_of(), 3))
-    runner.close()
-print(found)
+runner = t.toy.cuda_runner(
+    model, ops=triton_ops(), attention_backend="flashinfer", **t.SINGLE
+)
+print(t.toy.generated(runner, t.PROMPTS[2:], t.toy.state_of(), 3))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.triton
-def test_beside_interpreted_kernels_it_gives_the_tokens_that_they_give_alone(model, expected):
+def test_beside_interpreted_kernels_it_gives_the_tokens_of_the_reference(model, expected):
     """In a process of its own: triton reads the variable when it is imported."""
     pytest.importorskip("triton")
     ran = subprocess.run(
@@ -320,5 +318,4 @@ def test_beside_interpreted_kernels_it_gives_the_tokens_that_they_give_alone(mod
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    with_it, alone = json.loads(ran.stdout.splitlines()[-1])
-    assert with_it == alone == [row[:3] for row in expected]
+    assert json.loads(ran.stdout.splitlines()[-1]) == [expected[2][:3]]
