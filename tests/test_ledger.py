@@ -132,7 +132,7 @@ def test_a_burial_in_the_middle_of_a_look_repeats_it(instance, monkeypatch) -> N
 
 
 def test_a_scrape_while_processes_die_counts_nobody_twice_and_nobody_not_at_all(instance) -> None:
-    """40 workers of 10 tokens each come and die while another thread looks: what it sees never falls, nor is above what was."""
+    """Workers of 10 tokens each come and die while another thread looks: what it sees never falls, nor is above what was."""
     seen: list[int] = []
     is_over = threading.Event()
     num_born = 0
@@ -148,7 +148,9 @@ def test_a_scrape_while_processes_die_counts_nobody_twice_and_nobody_not_at_all(
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    for _ in range(40):
+    while num_born < 40 or (
+        len(seen) < 3 and num_born < 4_000
+    ):  # a busy machine may not let it look so soon
         worker = instance.new("worker")
         num_born += 1
         worker["generation_tokens"] = 10
@@ -156,5 +158,5 @@ def test_a_scrape_while_processes_die_counts_nobody_twice_and_nobody_not_at_all(
     is_over.set()
     watcher.join()
     assert not faults
-    assert take_snapshot(instance.name).sum("worker", "generation_tokens") == 400
+    assert take_snapshot(instance.name).sum("worker", "generation_tokens") == 10 * num_born
     assert len(seen) > 2

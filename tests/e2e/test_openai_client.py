@@ -96,6 +96,7 @@ def test_a_client_that_closes_its_stream_frees_its_sequence(client, server):
     server.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_stream_whose_worker_dies_raises_and_never_seems_complete_C6(mortal):
     with openai.OpenAI(
         base_url=f"http://127.0.0.1:{mortal.port}/v1", api_key="none", max_retries=0, timeout=30

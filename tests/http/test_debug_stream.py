@@ -108,6 +108,7 @@ def test_one_listener_too_many_is_refused_and_all_others_are_served_by_one_threa
     assert listen().sample()["here"]["listeners"] == 1
 
 
+@pytest.mark.slow
 def test_end_of_the_server_ends_the_stream_well(start_server: Callable[..., Server]) -> None:
     server = start_server()
     wire = Wire(server.port)

@@ -33,6 +33,7 @@ def test_generate_has_it_in_its_sampling_params(asker, force):
     assert [len(frame["output_ids"]) for frame in frames] == [1, 4, 7, 7]
 
 
+@pytest.mark.slow
 def test_servers_interval_is_the_least(start_server, force):
     server = start_server("--step-ms=1", "--stream-interval=4")
     got = [t for t in texts(server.stream(max_tokens=9, **force(2767)).objects()) if t]

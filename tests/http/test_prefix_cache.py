@@ -121,6 +121,7 @@ def test_what_is_kept_is_not_counted_as_used(asker, prompt):
     assert asker.metrics()["vllm:kv_cache_usage_perc", MODEL] == 0
 
 
+@pytest.mark.slow
 def test_the_cache_can_be_switched_off(start_server, prompt):
     server = start_server("--step-ms=1", "--no-prefix-cache")
     cached(server, prompt)

@@ -116,6 +116,7 @@ def test_what_the_template_raises_is_a_400_with_its_words_I3(templated):
     assert num_prompt_tokens(templated, [{"role": "user", "content": "Hello world"}]) == 2
 
 
+@pytest.mark.slow
 def test_without_a_seed_answers_differ_after_a_restart_too_H4(asker, start_server):
     """Numbers drawn at a start must not be the same numbers at every start."""
     fields = {"prompt": "Once", "temperature": 1, "max_tokens": 24}

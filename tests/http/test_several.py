@@ -122,6 +122,7 @@ def is_idle(server: Server) -> bool:
     return not any(held)
 
 
+@pytest.mark.slow
 def test_the_bound_on_requests_holds_over_both_front_ends(pair: Server, lines: Any) -> None:
     askers, queued = [lines(0), lines(1)], [lines(i % 2) for i in range(QUEUED)]
     for i in range(2 * RUN_SLOTS):

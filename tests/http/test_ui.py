@@ -146,6 +146,7 @@ def test_page_under_a_foreign_name_is_refused(asker: Asker) -> None:
     assert (answer.status, answer.error()["code"]) == (403, "host_not_allowed")
 
 
+@pytest.mark.slow
 def test_without_the_page_its_places_are_as_locked_as_all_others(
     start_server: Callable[..., Server],
 ) -> None:

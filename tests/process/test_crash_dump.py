@@ -57,6 +57,7 @@ def last_indices(events: list[str]) -> tuple[str, int, bool]:
     return name, num_tokens - 1, False
 
 
+@pytest.mark.slow
 def test_worker_killed_in_decode_leaves_a_dump_of_every_request_to_its_last_token(
     start: Callable[..., Any], client: Any, until: Any, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 from shmserve.daemon import _receive
 from shmserve.rings.segment import names
 
-pytestmark = pytest.mark.usefixtures("default_model")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_model")]
 DRIVER = str(Path(__file__).with_name("run_supervisor.py"))
 
 

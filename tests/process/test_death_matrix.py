@@ -155,6 +155,7 @@ def scene(start: Any, until: Any, words_of: Any, tmp_path: Path) -> Iterator[Cal
 # --- several deaths of one instance
 
 
+@pytest.mark.slow
 def test_an_instance_with_32_streams_outlives_every_death_but_the_supervisors(
     scene: Any, is_alive: Any
 ) -> None:

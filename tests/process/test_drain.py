@@ -28,6 +28,7 @@ def request(port: int, method: str, path: str, **fields: Any) -> tuple[int, dict
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_model")
 def test_drain_refuses_what_is_new_at_once_and_finishes_what_runs(
     serve: Serve, client: Any, until: Any

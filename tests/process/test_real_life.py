@@ -115,6 +115,7 @@ def test_model_path_that_cannot_be_is_one_line_that_names_it_J7(
     assert server.leftovers() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="mounting a small /dev/shm needs root")
 def test_64_mib_of_dev_shm_are_enough_for_many_streams_of_long_prompts_J4(
     serve: Serve,
@@ -153,6 +154,7 @@ def test_status_stop_and_sweep_are_commands(serve: Serve) -> None:
     assert server.leftovers() == []
 
 
+@pytest.mark.slow
 def test_worker_started_by_hand_serves(serve: Serve, client: Any, until: Any) -> None:
     server = serve("--external", "worker")
     until(lambda: "waiting for it to join" in server.output(), "the invitation")
@@ -166,6 +168,7 @@ def test_worker_started_by_hand_serves(serve: Serve, client: Any, until: Any) ->
         assert worker.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_connections_wait_while_the_front_end_starts(serve: Serve, free_port: int) -> None:
     """From the bind on nobody is refused: who connects early is answered when the front end is there."""
     server = serve("--port", str(free_port))

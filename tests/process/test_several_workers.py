@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 GPUS = {"CUDA_VISIBLE_DEVICES": "4,7"}
 
 
@@ -17,6 +19,7 @@ def seen_by(pid: int) -> str:
     return found.partition(b"=")[2].decode()
 
 
+@pytest.mark.slow
 def test_each_worker_sees_its_own_gpu_and_so_does_the_next_in_its_place(
     start: Any, until: Any
 ) -> None:
@@ -38,6 +41,7 @@ def test_more_workers_than_gpus_are_refused_before_anything_is_started(start: An
     assert server.leftovers() == []
 
 
+@pytest.mark.slow
 def test_on_the_cpu_gpus_do_not_count(start: Any) -> None:
     server = start(config={"num_workers": 3, "worker": {"runner": "cpu"}}, extra_environ=GPUS)
     server.wait_ready()

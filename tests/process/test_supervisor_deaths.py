@@ -70,6 +70,7 @@ def test_supervisor_killed_leaves_no_process_and_the_next_start_works(
     assert status["channels"][0]["epoch"] > 1  # no name of the former run comes again
 
 
+@pytest.mark.slow
 def test_segments_of_a_living_instance_survive_another_start(start: Start) -> None:
     first = start()
     first.wait_ready()
@@ -80,6 +81,7 @@ def test_segments_of_a_living_instance_survive_another_start(start: Start) -> No
     assert first.status()["state"] == "ready"
 
 
+@pytest.mark.slow
 def test_killed_all_at_once_leaves_one_set_after_the_next_start(start: Start) -> None:
     name = f"test-{os.getpid()}-again"
     for _ in range(3):
@@ -108,6 +110,7 @@ def test_stopped_worker_is_reported_at_once_and_again_when_it_goes_on(
     assert "hung" not in server.told()["states"]
 
 
+@pytest.mark.slow
 def test_worker_stopped_for_too_long_is_killed_and_replaced(start: Start, until: Any) -> None:
     server = start(config={"hang_timeout_s": 1.0})
     server.wait_ready()
@@ -174,6 +177,7 @@ def test_worker_dying_in_a_drain_does_not_come_back(start: Start, until: Any) ->
     assert server.leftovers() == []
 
 
+@pytest.mark.slow
 def test_two_front_ends_and_two_workers_are_all_pairs(start: Start, until: Any) -> None:
     server = start(config={"num_http": 2, "num_workers": 2})
     status = server.wait_ready()

@@ -56,6 +56,7 @@ def row(report: dict[str, Any], role: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_top_follows_a_server_while_it_is_stopped_restarted_and_ended(
     serve: Serve, client: Any, watch: Callable[..., subprocess.Popen[str]]
 ) -> None:

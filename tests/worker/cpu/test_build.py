@@ -41,6 +41,7 @@ def test_a_library_is_compiled_once(fake_compiler, cache_dir):
     check(Library(first))
 
 
+@pytest.mark.slow
 def test_another_source_compiler_or_cpu_is_another_library(
     fake_compiler, cache_dir, monkeypatch, tmp_path
 ):
