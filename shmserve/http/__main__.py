@@ -6,7 +6,6 @@ Speaks HTTP on the sockets that the supervisor bound, and rings to the workers. 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -25,6 +24,7 @@ from shmserve.http import app
 from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
 from shmserve.http.front_end import FrontEnd
+from shmserve.http.garbage import Garbage
 from shmserve.http.health import Boards
 from shmserve.http.listener import Listener
 from shmserve.http.neighbours import Neighbours
@@ -98,6 +98,7 @@ class HttpProcess:
         self._listening = asyncio.Event()
         self._sockets: list[socket.socket] = []
         self._server: web.Server | None = None
+        self._garbage: Garbage | None = None
 
     async def run(self) -> int:
         """Serve until told to stop; the exit code."""
@@ -122,9 +123,7 @@ class HttpProcess:
                     server, sock, self.joined.config.http, self.front.turnstile, self._occupancy
                 )
             )
-        # What lives now lives until the end: a full collection over it would hold every stream for 50 ms.
-        gc.collect()
-        gc.freeze()
+        self._garbage = Garbage()
         self._show(Phase.IDLE)
         if not self._stopped.is_set():
             self.joined.link.send({"type": "ready", "info": {}})
@@ -299,6 +298,8 @@ class HttpProcess:
             self.front.book.settle()
         if self._traces is not None:
             self._traces.show()
+        if self._garbage is not None:
+            self._garbage.look(is_idle=not num_in_flight)
         self._beat_due = now + HEARTBEAT_S
         self._beat_timer = loop.call_at(self._beat_due, self._beat)
 
