@@ -21,6 +21,8 @@ from serving import PATIENCE_S, ROOT, Server, until
 
 from shmserve import cli
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., int]
 
 

@@ -34,6 +34,7 @@ def refusal(data: bytes) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]["code"]
 
 
+@pytest.mark.slow
 def test_a_head_that_does_not_come_is_a_408_and_the_end(strict, wire):
     slow = wire(strict)
     slow.sock.settimeout(PATIENT_S)

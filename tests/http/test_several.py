@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from serving import PATIENCE_S, Server, until
 
+pytestmark = pytest.mark.slow
+
 RUN_SLOTS, QUEUED = 2, 2  # of a worker; of all
 MOST = 2 * RUN_SLOTS + QUEUED
 FOREVER = 4_000  # tokens: longer than any test

@@ -426,6 +426,7 @@ def test_a_step_that_raises_ends_the_worker_with_its_words(scene: Any) -> None:
         pytest.param("is_lied_to", "http", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_who_breaks_a_ring_is_started_anew_on_a_new_channel(
     scene: Any, how: str, culprit: str
 ) -> None:

@@ -51,6 +51,7 @@ def test_port_in_use_by_another_program_is_refused_before_the_model_is_prepared(
     assert server.leftovers() == []
 
 
+@pytest.mark.slow
 def test_port_of_another_instance_is_refused_and_the_first_is_not_disturbed(
     start: Start, free_port: int
 ) -> None:

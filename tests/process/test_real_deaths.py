@@ -79,6 +79,7 @@ def test_front_end_killed_keeps_the_worker_and_the_port(
     until(lambda: server.status()["in_flight"] == 0, "the dead front end's sequence is freed")
 
 
+@pytest.mark.slow
 def test_stopped_worker_is_unhealthy_and_goes_on_where_it_was_J5(
     serve: Serve, client: Any, until: Any
 ) -> None:

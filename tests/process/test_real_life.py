@@ -23,6 +23,7 @@ Serve = Callable[..., Any]
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_idle_server_ends_at_a_signal_with_code_0_J3(serve: Serve, number: int) -> None:
     server = serve()
     server.wait_ready()
@@ -33,6 +34,7 @@ def test_idle_server_ends_at_a_signal_with_code_0_J3(serve: Serve, number: int) 
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.slow
 def test_second_signal_within_100_ms_ends_streams_and_leaves_nothing_J3(
     serve: Serve, client: Any
 ) -> None:
@@ -131,6 +133,7 @@ def test_64_mib_of_dev_shm_are_enough_for_many_streams_of_long_prompts_J4(
     assert server.pids() == pids
 
 
+@pytest.mark.slow
 def test_status_stop_and_sweep_are_commands(serve: Serve) -> None:
     server = serve()
     status = server.wait_ready()

@@ -107,7 +107,7 @@ def test_blocking_loses_nothing(run_sides, num_records):
 
 
 def test_dropping_ends_a_request_and_never_leaves_a_hole(run_sides, num_records):
-    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "drop", 33, num_records * 3 // 4)
+    said, seen, words = run_sides("tokens", TOKEN_SLOT_BYTES, "drop", 33, num_records)
     check_tokens(said, seen, words, num_records)
     assert words["coalesced"] == words["blocked_ns"] == 0
     assert words["dropped"] == said["num_dropped_keys"] > said["offered_records"] // 100

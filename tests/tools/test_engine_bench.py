@@ -21,6 +21,8 @@ from frontend_servers import free_port
 
 from shmserve.load_report import RequestResult
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).with_name("fake_completions.py")
 
 

@@ -19,6 +19,8 @@ from shmserve.http.fields import decode
 from shmserve.http.openai.schemas import UNSUPPORTED_CHAT, ChatRequest
 from shmserve.http.structured import asked_for
 
+pytestmark = pytest.mark.slow
+
 CORE = 0
 
 

@@ -33,6 +33,7 @@ def fake_compiler(tmp_path, kernel_cache, native, monkeypatch):
     return notes
 
 
+@pytest.mark.slow
 def test_a_library_is_compiled_once(fake_compiler, cache_dir):
     first = compiled_library(cache_dir)
     assert first.parent == cache_dir / "kernels"

@@ -15,6 +15,8 @@ from shmserve.worker.models.config import (
 from shmserve.worker.models.hf_config import HF_ARCHITECTURES, config_from_hf
 from shmserve.worker.torch_runner import open_model
 
+pytestmark = pytest.mark.slow
+
 SAID = {key: value for key, value in SIZES.items() if key != "attn_implementation"}
 SAID |= {"rms_norm_eps": 1e-6, "num_hidden_layers": 8, "hidden_size": 1024}
 
