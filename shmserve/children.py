@@ -206,7 +206,13 @@ class Child:
             return False
         was_stopped = bool(self.stopped_ns)
         options = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
-        while (found := os.waitid(os.P_PID, self.pid, options)) is not None:
+        while True:
+            try:
+                found = os.waitid(os.P_PID, self.pid, options)
+            except ChildProcessError:
+                break  # dead and not yet reaped: Linux has no stop to tell of; exit_reason() is to be asked
+            if found is None:
+                break
             if found.si_code == os.CLD_CONTINUED:
                 self.stopped_ns = 0
                 self.grace_ns = time.monotonic_ns()  # its heartbeat is old, and that is no fault

@@ -197,7 +197,9 @@ def test_what_is_no_http_is_a_400_without_a_word_in_the_log(strict, wire, data):
     rude = wire(strict)
     rude.sock.sendall(data)
     assert refusal(rude.read_all()) == (400, "bad_request")
-    assert strict.output()[before:] == ""
+    # Lines of requests that ended before come when the log gets to them.
+    said = strict.output()[before:].splitlines()
+    assert [line for line in said if " request id=" not in line] == []
 
 
 def test_a_body_that_is_not_what_its_headers_say_is_a_400(strict, wire):
