@@ -11,9 +11,12 @@ import ctypes
 import logging
 import os
 import signal
+import site
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import shmserve
 from shmserve.config import Config
 from shmserve.control import ControlLink
 from shmserve.log_writer import LogWriter, install
@@ -73,6 +76,16 @@ def join(role: str, argv: list[str]) -> Joined:
     board["pid"] = os.getpid()
     log.show_on(board)
     return Joined(link, config, message["instance"], message["index"], message["epoch"], board, log)
+
+
+def with_source_tree(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which `python -P -m shmserve...` finds this package: -P would hide a source tree that is not installed."""
+    env = dict(environ)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(shmserve.__file__)))
+    before = env.get("PYTHONPATH", "")
+    if root not in (*site.getsitepackages(), site.getusersitepackages(), before.split(os.pathsep)[0]):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, before)))
+    return env
 
 
 def wake_with_parents_end() -> None:

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import os
 import signal
-import site
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-import shmserve
 from shmserve.boards import HTTP_BOARD, WORKER_BOARD
+from shmserve.child import with_source_tree
 from shmserve.control import ControlError, ControlLink, Message
 from shmserve.health import Vitals
 from shmserve.rings.board import Board, BoardSpec
@@ -48,11 +47,7 @@ def child_environment(role: str, environ: Mapping[str, str]) -> dict[str, str]:
     if role == WORKER:
         # Idle OpenMP threads sleep instead of spinning; read once, when torch is loaded.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    root = os.path.dirname(os.path.dirname(os.path.abspath(shmserve.__file__)))
-    if root not in (*site.getsitepackages(), site.getusersitepackages()):
-        # A source tree that is not installed: -P would hide it.
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH", ""))))
-    return env
+    return with_source_tree(env)
 
 
 def remove(board: Board) -> None:

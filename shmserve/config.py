@@ -30,6 +30,8 @@ PRECISIONS_OF: dict[str, tuple[str, ...]] = {
     "simulated": (),
 }
 """Values of --cpu-precision that each runner can be told, beside auto."""
+RUNNERS_OF_RANKS = ("auto", "torch", "cuda")
+"""What computes a model of which each rank has a part (--tensor-parallel)."""
 
 
 MOST_ROUTING_BLOCKS = 65_536
@@ -85,6 +87,7 @@ class WorkerConfig:
     prefix_cache: bool = True
     chunked_prefill: bool = True
     num_threads: int = 0
+    tensor_parallel: int = 1  # ranks of one worker, each with a part of every layer
     num_speculative_tokens: int = 0  # of a request that does not say it
     emission_log: str = ""
 
@@ -112,6 +115,7 @@ class HttpConfig:
     headers_after_s: float = 15.0
     keep_alive_s: float = 15.0
     stream_interval: int = 1
+    io_uring: bool = True  # where the kernel lets us (http/uring.py)
     slow_client: Policy = "coalesce"
     slow_client_bytes: int = 65_536
     slow_client_seconds: float = 60.0
@@ -179,6 +183,7 @@ class Config:
             ("--port", self.http.port, 0, 65_535),
             ("--http-processes", self.num_http, 1, 64),
             ("--workers", self.num_workers, 1, 64),
+            ("--tensor-parallel", self.worker.tensor_parallel, 1, 64),
             ("--max-num-seqs", self.worker.max_num_seqs, 1, 16_384),
             ("--max-num-batched-tokens", self.worker.max_num_batched_tokens, 1, 1 << 20),
             ("--max-running-requests", self.worker.max_running_requests, 0, 16_384),
@@ -234,6 +239,17 @@ class Config:
         if attention != "auto" and runner not in ("auto", "cuda"):
             raise ConfigError(
                 f"--attention-backend {attention} cannot be had with --runner {runner} (possible: auto)"
+            )
+        ranks = self.worker.tensor_parallel
+        if ranks > 1 and runner not in RUNNERS_OF_RANKS:
+            raise ConfigError(
+                f"--tensor-parallel {ranks} cannot be had with --runner {runner} "
+                f"(possible: {', '.join(RUNNERS_OF_RANKS)})"
+            )
+        if ranks > 1 and precision == "int8":
+            raise ConfigError(
+                f"--tensor-parallel {ranks} cannot be had with --cpu-precision int8, which is the C kernels' alone "
+                "(possible: auto, fp32, bf16)"
             )
         if self.http.queue_full_status not in (503, 429):
             raise ConfigError(

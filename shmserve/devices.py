@@ -1,7 +1,7 @@
-"""What a worker gets of the machine when it is not the only one: its GPUs, and its share of the cores.
+"""What a worker gets of the machine when it is not the only one, or has several ranks: its GPUs, and its share of the cores.
 
 Owns: the division. Never: imports torch, or asks a driver: devices are counted by CUDA_VISIBLE_DEVICES or by their nodes. The supervisor
-divides the GPUs before it starts anybody; a worker its cores.
+divides the GPUs before it starts anybody; a worker its cores, and its GPUs among its ranks.
 """
 
 from __future__ import annotations
@@ -30,25 +30,39 @@ def visible_devices(environ: Mapping[str, str], nodes: Path = Path("/dev")) -> l
     return [str(number) for number in range(num_nodes)]
 
 
-def check_devices(config: Config, devices: list[str], num_each: int = 1) -> None:
-    """Raise ConfigError if the workers are to compute on GPUs and there are too few: two on one would share its memory blindly."""
-    if config.num_workers == 1 or config.worker.runner not in ("auto", "cuda") or not devices:
+def check_devices(config: Config, devices: list[str]) -> None:
+    """Raise ConfigError if workers or ranks are to compute on GPUs and there are too few: two on one would share its memory blindly."""
+    num_ranks = config.worker.tensor_parallel
+    needed = config.num_workers * num_ranks
+    if needed == 1 or config.worker.runner not in ("auto", "cuda") or not devices:
         return
-    if len(devices) < config.num_workers * num_each:
+    if len(devices) < needed:
+        flags = (("--workers", config.num_workers), ("--tensor-parallel", num_ranks))
+        told = " with ".join(f"{flag} {count}" for flag, count in flags if count > 1)
+        fewer = "workers" if num_ranks == 1 else "ranks" if config.num_workers == 1 else "of both"
+        on_cpu = "cpu" if num_ranks == 1 else "torch"
         raise ConfigError(
-            f"--workers {config.num_workers} needs {config.num_workers * num_each} GPUs, and {len(devices)} can be seen "
-            f"({VARIABLE}); serve with fewer workers, or on the CPU (--runner cpu)"
+            f"{told} needs {needed} GPUs, and {len(devices)} can be seen "
+            f"({VARIABLE}); serve with fewer {fewer}, or on the CPU (--runner {on_cpu})"
         )
 
 
 def environment_of(
-    worker: int, config: Config, environ: Mapping[str, str], devices: list[str], num_each: int = 1
+    worker: int, config: Config, environ: Mapping[str, str], devices: list[str]
 ) -> Mapping[str, str]:
-    """The environment of one worker: with others beside it, it sees only its own GPUs."""
+    """The environment of one worker: with others beside it, it sees only its own GPUs, one for each of its ranks."""
+    num_each = config.worker.tensor_parallel
     own = devices[worker * num_each : (worker + 1) * num_each]
     if config.num_workers == 1 or len(own) < num_each:
         return environ
     return {**environ, VARIABLE: ",".join(own)}
+
+
+def environment_of_rank(rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one rank of the worker whose environment this is: it sees one GPU, or what the worker sees if there are too
+    few, which is none where the CPU computes."""
+    devices = visible_devices(environ)
+    return dict(environ) | ({VARIABLE: devices[rank]} if rank < len(devices) else {})
 
 
 def share_of_cores(num_workers: int) -> int | None:

@@ -70,11 +70,15 @@ class GGUFFile:
         info = self._info(name)
         return self._bytes[info.offset : info.offset + info.num_bytes]
 
-    def array(self, name: str) -> NDArray[np.float32]:
-        """The tensor dequantised to float32, in the file's row order."""
+    def array(self, name: str, rows: slice | None = None) -> NDArray[np.float32]:
+        """The tensor, or some of its rows, dequantised to float32, in the file's row order."""
         info = self._info(name)
+        raw, shape = self.raw(name), info.shape
+        if rows is not None:
+            raw = raw.reshape(shape[0], -1)[rows]
+            shape = (len(raw), *shape[1:])
         try:
-            return dequantize(info.type_name, self.raw(name), info.shape)
+            return dequantize(info.type_name, raw, shape)
         except GGUFError as error:
             raise GGUFError(f"{self.path}: tensor {printable(name)}: {error}") from None
 

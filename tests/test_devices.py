@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shmserve.config import Config, ConfigError, WorkerConfig
-from shmserve.devices import check_devices, environment_of, share_of_cores, visible_devices
+from shmserve.devices import (
+    check_devices,
+    environment_of,
+    environment_of_rank,
+    share_of_cores,
+    visible_devices,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +48,8 @@ def test_each_worker_sees_a_gpu_of_its_own() -> None:
     seen = [environment_of(worker, config, environ, ["4", "5", "6"]) for worker in range(2)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["4", "5"]
     assert all(each["HOME"] == "/" for each in seen)
-    pairs = [environment_of(w, config, {}, ["0", "1", "2", "3"], num_each=2) for w in range(2)]
+    config = replace(config, worker=WorkerConfig(tensor_parallel=2))
+    pairs = [environment_of(w, config, {}, ["0", "1", "2", "3"]) for w in range(2)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in pairs] == ["0,1", "2,3"]
 
 
@@ -59,8 +67,10 @@ def test_workers_without_a_gpu_each_are_refused_by_name() -> None:
     check_devices(Config(num_workers=2, worker=WorkerConfig(runner="cpu")), ["0"])
     with pytest.raises(ConfigError, match="--workers 2 needs 2 GPUs, and 1 can be seen"):
         check_devices(two, ["0"])
-    with pytest.raises(ConfigError, match="needs 4 GPUs, and 3"):
-        check_devices(two, ["0", "1", "2"], num_each=2)
+    both = replace(two, worker=WorkerConfig(tensor_parallel=2))
+    check_devices(both, ["0", "1", "2", "3"])
+    with pytest.raises(ConfigError, match="--workers 2 with --tensor-parallel 2 needs 4 GPUs, and 3"):
+        check_devices(both, ["0", "1", "2"])
 
 
 def test_cores_are_shared_out_and_nobody_goes_without() -> None:
@@ -68,3 +78,22 @@ def test_cores_are_shared_out_and_nobody_goes_without() -> None:
     assert share_of_cores(1) is None
     assert share_of_cores(2) == max(1, num_cores // 2)
     assert share_of_cores(64 * num_cores) == 1
+
+
+def test_each_rank_of_a_worker_sees_a_gpu_of_its_own() -> None:
+    environ = {"HOME": "/", "CUDA_VISIBLE_DEVICES": "4,5"}
+    seen = [environment_of_rank(rank, environ) for rank in range(2)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["4", "5"]
+    assert all(each["HOME"] == "/" for each in seen)
+    none = {"CUDA_VISIBLE_DEVICES": ""}
+    assert environment_of_rank(1, none) == none
+
+
+def test_ranks_without_a_gpu_each_are_refused_by_name() -> None:
+    ranks = Config(worker=WorkerConfig(tensor_parallel=2))
+    check_devices(ranks, [])
+    check_devices(ranks, ["0", "1"])
+    check_devices(replace(ranks, worker=WorkerConfig(tensor_parallel=2, runner="torch")), ["0"])
+    with pytest.raises(ConfigError, match="--tensor-parallel 2 needs 2 GPUs, and 1 can be seen") as e:
+        check_devices(ranks, ["0"])
+    assert "fewer ranks, or on the CPU (--runner torch)" in str(e.value)

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from shmserve import child
 from shmserve.boards import HEARTBEAT_S, Phase
-from shmserve.config import ConfigError
+from shmserve.config import ConfigError, HttpConfig
 from shmserve.http import app
 from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
@@ -40,6 +40,7 @@ from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.tracing import Traces, exporter_to
 from shmserve.http.turnstile import Turnstile
+from shmserve.http.uring import SendRing
 from shmserve.log_writer import Lines
 from shmserve.models import PreparedModel
 from shmserve.orphan import PATIENCE_S, OrphanGuard, remove_leftovers
@@ -73,6 +74,7 @@ class HttpProcess:
         model = PreparedModel.load(Path(config.model.folder))
         tokenizer = Tokenizer(model, config.http.tokenizer_threads)
         self.client.vocab_size = tokenizer.vocab_size
+        self.client.send_ring = self._open_send_ring(config.http)
         source = model.chat_template
         if config.model.chat_template:
             source = Path(config.model.chat_template).read_text()
@@ -99,6 +101,15 @@ class HttpProcess:
         self._sockets: list[socket.socket] = []
         self._server: web.Server | None = None
         self._garbage: Garbage | None = None
+
+    def _open_send_ring(self, config: HttpConfig) -> SendRing | None:
+        if not config.io_uring:
+            return None
+        try:
+            return SendRing()
+        except OSError as error:
+            log.info("no io_uring (%s): tokens are sent one by one", error.strerror)
+            return None
 
     async def run(self) -> int:
         """Serve until told to stop; the exit code."""

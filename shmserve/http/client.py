@@ -23,6 +23,7 @@ import numpy.typing as npt
 from shmserve.boards import REQUEST_COLUMNS
 from shmserve.config import RingConfig
 from shmserve.http.direct import DirectTable
+from shmserve.http.uring import SendRing
 from shmserve.http.endings import Endings
 from shmserve.http.errors import ApiError, worker_died
 from shmserve.http.hop_times import HopTimes
@@ -83,6 +84,7 @@ class WorkerLink:
             self._client.forget,
             self.break_off,
             self._client.vocab_size,
+            self._client.send_ring,
         )
 
     def close(self, reason: str) -> None:
@@ -262,6 +264,7 @@ class WorkerClient:
         self.in_flight: dict[int, InFlight] = {}
         self.table = DirectTable(rings.table_size)
         self.times = HopTimes(board)
+        self.send_ring: SendRing | None = None  # without one, tokens are sent one by one
         self._endings = Endings(board)
         self.on_drained: Callable[[], None] | None = None
         self.on_broken: Callable[[int, int, str], None] = _tell_nobody

@@ -24,9 +24,11 @@ Direct: TypeAlias = tuple[
     list[bytes],
     Callable[[bytes], int],
     Callable[[bytes, int], None],
+    int,
 ]
 """Chunk size lines by size; bytes around a piece, counted; before it; behind it; pieces by token id; the socket's send; who
-takes over a frame that was not sent whole, with what was sent of it (-1: the connection is broken)."""
+takes over a frame that was not sent whole, with what was sent of it (-1: the connection is broken); the socket's descriptor, if a
+frame may be sent on it together with those of others (else -1)."""
 
 
 def direct_path(
@@ -37,14 +39,15 @@ def direct_path(
     longest_piece: int,
     send: Callable[[bytes], int],
     spill: Callable[[bytes, int], None],
+    fd: int = -1,
 ) -> Direct | None:
     """The path of one choice's plain tokens; None if its frames could be larger than a size line is kept for."""
     fixed = len(before) + len(after)
     if fixed + longest_piece >= MOST_CHUNK_BYTES:
         return None
     if not is_chunked:  # HTTP/1.0
-        return (_NO_LINES, fixed, before, after, pieces, send, spill)
-    return (_SIZE_LINES, fixed, before, after + b"\r\n", pieces, send, spill)
+        return (_NO_LINES, fixed, before, after, pieces, send, spill, fd)
+    return (_SIZE_LINES, fixed, before, after + b"\r\n", pieces, send, spill, fd)
 
 
 class DirectTable:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,6 +28,8 @@ from shmserve.http.record_checks import (
     check_pairs,
     tokens_of,
 )
+from shmserve.http.step_send import StepSender
+from shmserve.http.uring import SendRing
 from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Ring
@@ -75,6 +77,7 @@ class Pump:
         on_finish: Callable[[InFlight], None],
         on_broken: Callable[[str], None],
         vocab_size: int,
+        send_ring: SendRing | None = None,
     ) -> None:
         self.num_stale = 0
         self.num_bad = 0
@@ -92,6 +95,7 @@ class Pump:
         self._is_broken = False  # the counter lied: what it announced may be anything
         self._messages: dict[int, str] = {}
         self._times = times
+        self._step_sender = StepSender(send_ring, table, times) if send_ring is not None else None
         self._popped_ns = 0  # when the batch was read that is handled now
         self._w_frames = board.cell("frames")
         self._w_tokens = board.cell("tokens")
@@ -151,31 +155,61 @@ class Pump:
         count = len(view) // TOKEN_SLOT_BYTES
         if not count:
             return
-        now = time.monotonic_ns
-        self._popped_ns = popped = now()
+        self._popped_ns = popped = time.monotonic_ns()
         records = np.frombuffer(view, _COLUMNS)
-        written = self._times.written
-        before = len(written)
-        add_written, add_itl = written.append, self._times.itl_wire.append
         table = self._table
-        paths, written_ns = table.paths, table.written_ns
         ids = records["req_id"]
         slots = ids & table.mask
         # Plain tokens of requests that are in the table under this very id; all else is looked at one by one.
         is_plain = (records["meta"] == _PLAIN) & (table.owner[slots] == ids)
+        together = self._step_sender.count_together(slots) if self._step_sender is not None else 0
+        if together:
+            count = together  # the rest is the next step's
+            records, slots, is_plain = records[:count], slots[:count], is_plain[:count]
+        columns = slots.tolist(), is_plain.tolist(), records["token_id"].tolist()
+        written: list[int] = []  # indices, in the order of their frames
+        left: Sequence[int] = range(count)
+        if together and self._step_sender is not None:
+            written, left = self._step_sender.send(*columns)
+        skipped, slow_tokens = self._one_by_one(view, left, *columns, written)
+        num_direct = len(written)
+        words = self._board.words
+        words[self._w_tokens] += num_direct + slow_tokens
+        if num_direct:
+            words[self._w_frames] += num_direct
+            chosen = records if written == list(range(count)) else records[written]
+            places = slots[written] if self._times.intervals is not None else None
+            self._times.note_turn(
+                chosen["time_ns"].copy(), chosen["delay_us"].copy(), popped, num_direct, places
+            )
+            del chosen
+        if slow_tokens:
+            self._times.note_slots(view, skipped, popped)
+        del records, ids
+        view.release()
+        consumer.release(count)
+
+    def _one_by_one(
+        self,
+        view: memoryview,
+        chosen: Sequence[int],
+        slots: list[int],
+        is_plain: list[bool],
+        token_ids: list[int],
+        written: list[int],
+    ) -> tuple[list[int], int]:
+        """Handle the chosen records; `written` gets those that were plain. (The others, how many tokens were in them.)"""
+        now = time.monotonic_ns
+        paths, written_ns = self._table.paths, self._table.written_ns
+        add_written, add_itl = self._times.written.append, self._times.itl_wire.append
         skipped: list[int] = []
         slow_tokens = 0
-        for i, slot, plain, token_id in zip(
-            range(count),
-            slots.tolist(),
-            is_plain.tolist(),
-            records["token_id"].tolist(),
-            strict=True,
-        ):
-            if plain and (path := paths[slot]) is not None:
-                lines, fixed, front, back, pieces, send, spill = path
+        for i in chosen:
+            slot = slots[i]
+            if is_plain[i] and (path := paths[slot]) is not None:
+                lines, fixed, front, back, pieces, send, spill, _ = path
                 try:
-                    piece = pieces[token_id]
+                    piece = pieces[token_ids[i]]
                 except IndexError:  # no token of ours: refused below
                     piece = b""
                 if piece:
@@ -190,6 +224,7 @@ class Pump:
                     add_written(at)
                     add_itl(at - written_ns[slot])
                     written_ns[slot] = at
+                    written.append(i)
                     if sent != len(frame):
                         spill(frame, sent)
                     continue
@@ -198,24 +233,7 @@ class Pump:
                 view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES].tobytes()
             )
             skipped.append(i)
-        num_direct = len(written) - before
-        words = self._board.words
-        words[self._w_tokens] += num_direct + slow_tokens
-        if num_direct:
-            words[self._w_frames] += num_direct
-            chosen = np.delete(records, skipped) if skipped else records
-            places = None
-            if self._times.intervals is not None:
-                places = np.delete(slots, skipped) if skipped else slots
-            self._times.note_turn(
-                chosen["time_ns"].copy(), chosen["delay_us"].copy(), popped, num_direct, places
-            )
-            del chosen
-        if slow_tokens:
-            self._times.note_slots(view, skipped, popped)
-        del records, ids
-        view.release()
-        consumer.release(count)
+        return skipped, slow_tokens
 
     def _guarded(self, slot: bytes) -> int:
         """`_slow` for the request of a record, if there is one, and whatever goes wrong in it ends this request only."""

@@ -92,6 +92,9 @@ class SseStream:
         self._socket = transport.get_extra_info("socket").dup()
         is_encrypted = transport.get_extra_info("sslcontext") is not None
         self._send = self._send_encrypted if is_encrypted else self._socket.send
+        # Two choices of one connection must not go together: the first may be cut short.
+        is_lone = len(self._choices) == 1 and not is_encrypted
+        self._lone_fd = self._socket.fileno() if is_lone else -1
         transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
         self._congestion = Congestion(
             self._slow_clients, self._client, self._rules, transport, writer.drain, self._choices
@@ -263,6 +266,7 @@ class SseStream:
                 choice.pieces.longest,
                 self._send,
                 self._spill,
+                self._lone_fd,
             )
         entry.direct = choice.direct
 

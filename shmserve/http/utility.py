@@ -165,7 +165,7 @@ def server_info(front: FrontEnd, boards: Boards) -> web.Response:
             "tokenizer_path": str(front.model.folder),
             "version": __version__,
             "server": "shmserve",
-            "tp_size": 1,
+            "tp_size": config.worker.tensor_parallel,
             "dp_size": config.num_workers,
             "num_http_processes": config.num_http,
             "max_running_requests": config.worker.run_slots * config.num_workers,

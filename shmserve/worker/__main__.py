@@ -13,7 +13,7 @@ import select
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +45,9 @@ from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.stopping import StopConditions
 
+if TYPE_CHECKING:
+    from shmserve.worker.parallel.ranks import Ranks
+
 log = logging.getLogger(__name__)
 
 STEPS_BETWEEN_COLLECTIONS = 1_000
@@ -60,6 +63,7 @@ class Worker:
         self.channels: dict[int, Channel] = {}
         self.control = ControlThread(joined.link, joined.board, self._unlink)
         self._steps_at_collection = 0
+        self.ranks: Ranks | None = None  # the others, if there are any
 
     def _unlink(self) -> None:
         for channel in list(self.channels.values()):
@@ -230,6 +234,12 @@ def build_runner(worker: Worker) -> ModelRunner:
         "num_threads": config.num_threads or share_of_cores(num_workers),
         "progress": worker.progress,
     }
+    if config.tensor_parallel > 1:
+        from shmserve.worker.parallel.lead import shared_runner
+
+        is_cuda = config.runner == "cuda" or (config.runner == "auto" and has_cuda())
+        runner, worker.ranks = shared_runner(worker.joined, model, limits, is_cuda)
+        return runner
     if config.runner != "hf":
         from shmserve.worker.models.config import UnknownArchitectureError
 
@@ -343,6 +353,8 @@ def main(argv: list[str]) -> int:
     try:
         engine = worker.load()
     except Exception as error:
+        if worker.ranks is not None:  # a rank that is gone is a better reason than what came of it
+            worker.ranks.await_death()
         # Whatever it is, the operator gets one line and the supervisor does not retry.
         log.debug("loading failed", exc_info=True)
         line = " ".join(str(error).split()) or type(error).__name__
@@ -354,6 +366,8 @@ def main(argv: list[str]) -> int:
     try:
         worker.serve(engine)
     except Exception as error:
+        if worker.ranks is not None:
+            worker.ranks.await_death()
         # A fault of the whole step: clients and operators are told of it, and a new worker starts.
         log.exception("the step loop failed")
         line = " ".join(f"{type(error).__name__}: {error}".split())

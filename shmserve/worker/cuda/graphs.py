@@ -39,15 +39,17 @@ class NoCapture:
 
 
 class CudaCapture:
-    """CUDA graphs that share one memory pool."""
+    """CUDA graphs that share one memory pool. `others_run`: threads of libraries ask for the state of the GPU meanwhile, as NCCL's watchdog
+    does, which is no reason for the record to fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, others_run: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._error_mode = "thread_local" if others_run else "global"
 
     def record(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):
             work()
         torch.cuda.synchronize()
         replay: Work = graph.replay

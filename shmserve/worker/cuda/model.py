@@ -8,7 +8,7 @@ plain torch; matrices are gemv for few rows and torch.mm (cuBLAS) for more. Work
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from shmserve.worker.cuda.reference import MAX_GEMV_ROWS
 from shmserve.worker.models.config import DecoderConfig, Rope
 from shmserve.worker.models.decoder import rope_tables
 from shmserve.worker.models.weights import DecoderWeights, LayerWeights
+
+if TYPE_CHECKING:
+    from shmserve.worker.parallel.device_share import DeviceShare
 
 
 class Attention(Protocol):
@@ -31,7 +34,8 @@ class Attention(Protocol):
 
 class DeviceModel:
     """`weights` must be on the buffers' device already, matrices in the dtype that is computed in. The head may be shorter than
-    the embedding: only its ids exist."""
+    the embedding: only its ids exist. With `share` it is one rank's part of a model: `config` and `weights` are those of the part, and
+    `num_ids` is how many ids exist."""
 
     def __init__(
         self,
@@ -45,9 +49,11 @@ class DeviceModel:
         num_blocks: int,
         block_size: int,
         attention: Attention | None = None,
+        share: DeviceShare | None = None,
+        num_ids: int | None = None,
     ) -> None:
         self.config, self._weights, self._ops, self._buffers = config, weights, ops, buffers
-        self._attention = attention
+        self._attention, self._share = attention, share
         device, dtype = weights.embedding.device, weights.embedding.dtype
         rows, seqs = max_num_tokens, buffers.max_num_seqs
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -71,7 +77,7 @@ class DeviceModel:
         self._gate_up = empty(rows, 2 * config.ffn_size)
         self._ffn = empty(rows, config.ffn_size)
         self._last = empty(seqs, config.hidden_size)
-        vocab_size = weights.head.shape[0]
+        vocab_size = num_ids or weights.head.shape[0]
         self.logits = empty(seqs, vocab_size)
         self._not_carried = torch.full((seqs,), -1, dtype=torch.int32, device=device)
         max_blocks = buffers.tables.shape[1]
@@ -89,8 +95,7 @@ class DeviceModel:
         branch, attended = self._branch[:count], self._attended[:count]
         tables = self._tables[:num_seqs]
         torch.index_select(inputs.block_tables, 0, inputs.table_rows, out=tables)
-        ids = self._buffers.sampled_ids
-        ops.embed(inputs.token_ids, inputs.carried, ids, w.embedding, residual, c.embedding_scale)
+        self._embed(inputs, residual)
         for index, layer in enumerate(w.layers):
             if index == 0:
                 ops.add_rms_norm(residual, None, layer.attention_norm, normed, c.norm_eps)
@@ -98,12 +103,14 @@ class DeviceModel:
                 ops.add_rms_norm(branch, residual, layer.attention_norm, normed, c.norm_eps)
             self._attend(index, layer, inputs, tables, max_query_len)
             self._linear(attended.view(count, -1), layer.output, layer.output_bias, branch)
+            self._sum(branch)
             self._norm_branch(branch, layer.attention_branch_norm)
             ops.add_rms_norm(branch, residual, layer.ffn_norm, normed, c.norm_eps)
             gate_up, ffn = self._gate_up[:count], self._ffn[:count]
             self._linear(normed, layer.gate_up, None, gate_up)
             ops.gated_mul(gate_up, ffn, c.activation != "silu")
             self._linear(ffn, layer.down, None, branch)
+            self._sum(branch)
             self._norm_branch(branch, layer.ffn_branch_norm)
         ops.add_rms_norm(branch, residual, w.final_norm, normed, c.norm_eps)
 
@@ -137,17 +144,40 @@ class DeviceModel:
         # The rows are not carried: a gather with the embedding's kernel.
         at, none = inputs.last_tokens[:n], self._not_carried[:n]
         self._ops.embed(at, none, buffers.sampled_ids, self._normed, last)
-        self._linear(last, self._weights.head, None, logits)
+        share = self._share
+        local = logits if share is None else share.part_of_logits(n)
+        self._linear(last, self._weights.head, None, local)
+        if share is not None:
+            share.join(logits)
+            if not share.draws:
+                share.tell_drawn(buffers.sampled_ids[:n])
+                return
         self._cap(logits)
         results = (buffers.sampled_ids[:n], buffers.sampled_logprobs[:n], buffers.failures[:n])
         draws = (inputs.temperature[:n], inputs.min_p[:n], inputs.seeds[:n])
         self._ops.sample(logits, *draws, inputs.draw_positions[:n], *results, self._sample)
+        if share is not None:
+            share.tell_drawn(buffers.sampled_ids[:n])
 
     def hidden_logits(self, first: int, count: int) -> Tensor:
         """f32[count, vocabulary] of token rows of the step just computed; allocates."""
         logits = (self._normed[first : first + count] @ self._weights.head.t()).float()
+        if self._share is not None:
+            logits = self._share.joined(logits)[:, : self.logits.shape[1]]
         self._cap(logits)
         return logits
+
+    def _embed(self, inputs: Inputs, residual: Tensor) -> None:
+        ids, table, scale = self._buffers.sampled_ids, self._weights.embedding, self.config.embedding_scale
+        if self._share is not None:
+            self._share.embed(self._ops, inputs, ids, table, residual, scale)
+            return
+        self._ops.embed(inputs.token_ids, inputs.carried, ids, table, residual, scale)
+
+    def _sum(self, branch: Tensor) -> None:
+        """`branch` becomes what all ranks together have for it."""
+        if self._share is not None:
+            self._share.sum(branch)
 
     def _cap(self, logits: Tensor) -> None:
         cap = self.config.logit_softcap

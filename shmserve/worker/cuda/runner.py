@@ -29,6 +29,7 @@ from shmserve.worker.cuda.model import DeviceModel, placing
 from shmserve.worker.cuda.ops import Ops, triton_ops
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
 from shmserve.worker.models.weights import load_weights
+from shmserve.worker.parallel.device_share import DeviceShare
 from shmserve.worker.runner import Progress, RunnerInfo
 from shmserve.worker.sampler import sample, score
 from shmserve.worker.sampling_state import SamplingState
@@ -38,6 +39,7 @@ from shmserve.worker.torch_runner import open_model
 
 if TYPE_CHECKING:
     from shmserve.models import PreparedModel
+    from shmserve.worker.parallel.team import Share, Team
 
 DEFAULT_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
 MAX_IN_FLIGHT = 2
@@ -58,6 +60,7 @@ class CudaRunner:
     """`ModelRunner` and `OverlappingRunner`. `kv_cache_bytes` 0: `kv_cache_fraction` of the device's free memory (0: 0.85).
 
     `num_token_ids` is how many ids have a token, where the model's vocabulary is padded: the others do not exist for anybody.
+    `team`: the model is shared among several ranks, and this is one of them; `kv_cache_bytes` is what all of them keep together.
     `ops`, `link` and `capture` None: kernels, copies and graphs of `device`. `attention_backend`: what attends in place of those
     operations (flashinfer_attention.py). Raises ModelLoadError, one line.
     """
@@ -81,24 +84,35 @@ class CudaRunner:
         link: Link | None = None,
         capture: Capture | None = None,
         attention_backend: AttentionBackend = "auto",
+        team: Team | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         target = checked_device(device)
         config, source = open_model(model.weights, model.format)
+        share = None if team is None else team.share_of(config, model.weights)
+        own = config if share is None else share.partition.own
         try:
             with torch.inference_mode():
                 weights = load_weights(
                     source,
                     config,
-                    lambda share: progress("loading weights", share),
+                    lambda fraction: progress("loading weights", fraction),
                     placing(target, dtype),
+                    None if share is None else share.partition,
                 )
                 num_ids = min(config.vocab_size, num_token_ids or config.vocab_size)
-                weights = replace(weights, head=weights.head[:num_ids])
-                room = kv_cache_bytes or free_bytes(target, kv_cache_fraction)
-                per_block = kv_bytes_per_block(config, block_size, dtype)
+                if share is None:  # else logits are cut where they come together
+                    weights = replace(weights, head=weights.head[:num_ids])
+                per_block = kv_bytes_per_block(all_kept(config, share), block_size, dtype)
+                room = kv_cache_bytes
+                if not room:
+                    own_block = kv_bytes_per_block(own, block_size, dtype)
+                    num_blocks = free_bytes(target, kv_cache_fraction) // own_block
+                    room = per_block * (num_blocks if team is None else team.group.least(num_blocks))
                 name = f"{target.type}, {torch.finfo(dtype).dtype}"
+                if team is not None:
+                    name = f"{name}, {team.group.size} ranks"
                 info = sized(name, config, per_block, max_model_len, room, block_size)
                 buckets = buckets_for(max_num_seqs)
                 most_seqs = max(max_num_seqs, buckets[-1] if buckets else 0)
@@ -110,7 +124,7 @@ class CudaRunner:
                 self._attention = attention_for(
                     attention_backend,
                     ops.name,
-                    config,
+                    own,
                     dtype,
                     link,
                     buckets,
@@ -125,8 +139,15 @@ class CudaRunner:
                     num_rows=max_num_seqs,
                     max_blocks=max_blocks,
                 )
+                share_on_device = share and DeviceShare(
+                    share,
+                    max_num_tokens=most_tokens,
+                    max_num_seqs=most_seqs,
+                    dtype=dtype,
+                    device=target,
+                )
                 self._model = DeviceModel(
-                    config,
+                    own,
                     weights,
                     ops,
                     self._buffers,
@@ -135,9 +156,11 @@ class CudaRunner:
                     num_blocks=info.num_blocks,
                     block_size=block_size,
                     attention=self._attention,
+                    share=share_on_device,
+                    num_ids=num_ids,
                 )
                 self._graphs = StepGraphs(
-                    capture or (CudaCapture() if is_cuda else NoCapture()),
+                    capture or (CudaCapture(others_run=team is not None) if is_cuda else NoCapture()),
                     buckets,
                     self._decode,
                     self._prepare,
@@ -149,6 +172,8 @@ class CudaRunner:
                 f"{model.weights}: not enough memory on {target}: {line}"
             ) from None
         self._info = replace(info, vocab_size=num_ids)
+        self._team = team
+        self._nobody = SamplingState(max_num_seqs)  # ranks that draw nothing are told of no parameters
         self._flights: deque[_Flight] = deque()
 
     @property
@@ -169,25 +194,40 @@ class CudaRunner:
     def launch(self, batch: Batch, sampling: SamplingState, carried: I4 | None = None) -> None:
         """Start a step; see `OverlappingRunner.launch`."""
         assert len(self._flights) < MAX_IN_FLIGHT, "launched, and never collected"
-        num_samples = len(batch.sample_seqs)
+        if self._team is not None and batch.num_tokens:
+            self._team.compute(batch, carried)
         with torch.inference_mode():
-            bucket = self._graphs.bucket_of(batch.num_seqs) if batch.is_decode else None
-            inputs = self._buffers.send(batch, sampling, carried, bucket)
-            if self._attention is not None and batch.num_tokens:
-                fields = (batch.block_table, batch.kv_lens, batch.cu_seqlens)
-                self._attention.plan(*fields, bucket)
-            if bucket is not None:
-                self._graphs.replay(bucket)
-            elif batch.num_tokens:
-                self._model.compute(inputs, int(np.diff(batch.cu_seqlens).max()))
-                if num_samples:
-                    self._model.sample(inputs, num_samples)
-            landing = self._buffers.fetch(num_samples)
+            self._start(batch, sampling, carried)
+            landing = self._buffers.fetch(len(batch.sample_seqs))
             # Waits for the step: whoever asks for it pays with one that nothing overlaps.
             scores = tuple(self._score(part) for part in batch.prompt_parts)
         rows = batch.rows[batch.sample_seqs]
         others = np.flatnonzero(_needs_host(rows, sampling)).astype(np.int32)
         self._flights.append(_Flight(rows, others, sampling, landing, scores))
+
+    def follow(self, batch: Batch, carried: I4 | None) -> None:
+        """Start this rank's part of a step of rank 0; of a rank > 0, which draws nothing."""
+        with torch.inference_mode():
+            self._start(batch, self._nobody, carried)
+
+    def follow_logits(self, rows: I4) -> None:
+        """Start this rank's part of logits of the step that was followed last."""
+        with torch.inference_mode():
+            self._model.hidden_logits(int(rows[0]), len(rows))
+
+    def _start(self, batch: Batch, sampling: SamplingState, carried: I4 | None) -> None:
+        num_samples = len(batch.sample_seqs)
+        bucket = self._graphs.bucket_of(batch.num_seqs) if batch.is_decode else None
+        inputs = self._buffers.send(batch, sampling, carried, bucket)
+        if self._attention is not None and batch.num_tokens:
+            fields = (batch.block_table, batch.kv_lens, batch.cu_seqlens)
+            self._attention.plan(*fields, bucket)
+        if bucket is not None:
+            self._graphs.replay(bucket)
+        elif batch.num_tokens:
+            self._model.compute(inputs, int(np.diff(batch.cu_seqlens).max()))
+            if num_samples:
+                self._model.sample(inputs, num_samples)
 
     def collect(self) -> StepOutput:
         """Wait for the oldest step in flight; see `OverlappingRunner.collect`."""
@@ -221,14 +261,19 @@ class CudaRunner:
         )
 
     def close(self) -> None:
-        """Let weights, cache and graphs go."""
+        """Let weights, cache and graphs go, and the other ranks."""
+        if self._team is not None:
+            self._team.close()
         del self._graphs, self._model, self._attention, self._buffers
 
     def _score(self, part: PromptPart) -> PromptScores:
         found = []
         for start in range(0, len(part.token_ids), SCORED_TOGETHER):
             targets = part.token_ids[start : start + SCORED_TOGETHER]
-            logits = self._model.hidden_logits(part.first_row + start, len(targets)).cpu()
+            first = part.first_row + start
+            if self._team is not None:
+                self._team.logits(np.arange(first, first + len(targets), dtype=np.int32))
+            logits = self._model.hidden_logits(first, len(targets)).cpu()
             found.append(score(logits, targets, part.num_top))
         logprobs, ids, values = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         return PromptScores(part, logprobs, ids, values)
@@ -275,3 +320,10 @@ def free_bytes(device: torch.device, fraction: float) -> int:
 def kv_bytes_per_block(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size
     return int(values * dtype.itemsize)
+
+
+def all_kept(config: DecoderConfig, share: Share | None) -> DecoderConfig:
+    """The model with as many KV heads as all ranks keep together."""
+    if share is None:
+        return config
+    return replace(config, num_kv_heads=share.partition.num_kv_heads_of_all)

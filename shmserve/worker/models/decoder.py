@@ -2,7 +2,8 @@
 
 Owns: the arithmetic from token ids to hidden states and logits, and the rotary tables. Matrices may be kept in bfloat16; all between
 two of them is float32. Never: allocates the KV cache,
-chooses blocks, or samples. Runs under `torch.inference_mode` of its caller.
+chooses blocks, or samples. Runs under `torch.inference_mode` of its caller. As one rank of several it computes its part, and the others theirs
+at the same time (parallel/team.py).
 
 All rows of a ragged batch go through each matrix in one product. A row's result does not depend on the other rows beyond
 the rounding of float32 (the matrix library may choose another summation order for another number of rows).
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +23,23 @@ from shmserve.worker.models.attention import AttentionPlan, KVCache
 from shmserve.worker.models.config import DecoderConfig, Rope
 from shmserve.worker.models.weights import DecoderWeights
 
+if TYPE_CHECKING:
+    from shmserve.worker.parallel.team import Share
+
 
 class Decoder:
-    """Weights and rotary tables of one model, for positions below `max_positions`."""
+    """Weights and rotary tables of one model, for positions below `max_positions`; or with `share` of one rank's part of it."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_positions: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        max_positions: int,
+        share: Share | None = None,
+    ) -> None:
         self.config = config
-        self._weights = weights
+        self._weights, self._share = weights, share
+        self._own = config if share is None else share.partition.own
         self._tables = {
             rope: rope_tables(rope, config.head_dim, weights.rope_factors, max_positions)
             for rope in set(config.ropes)
@@ -44,12 +56,12 @@ class Decoder:
     ) -> Tensor:
         """[T, hidden_size], before the final norm; writes the keys and values of the T tokens. `plans` is keyed by window."""
         c = self.config
-        num_q, num_kv = c.num_heads, c.num_kv_heads
+        num_q, num_kv = self._own.num_heads, self._own.num_kv_heads
         turns = {
             rope: (cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
             for rope, (cos, sin) in self._tables.items()
         }
-        hidden = F.embedding(token_ids, self._weights.embedding).float()
+        hidden = self._embedded(token_ids)
         if c.embedding_scale != 1.0:
             hidden = hidden * c.embedding_scale
         scale = c.query_scale * c.head_dim**-0.5
@@ -70,18 +82,30 @@ class Decoder:
                 scale=scale,
                 softcap=c.attention_softcap,
             )
-            branch = linear(attended.flatten(1), layer.output, layer.output_bias)
+            branch = self._summed(linear(attended.flatten(1), layer.output, layer.output_bias))
             hidden = hidden + self._branch_norm(branch, layer.attention_branch_norm)
             gate, up = linear(self._norm(hidden, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-            branch = linear(self._activated(gate) * up, layer.down)
+            branch = self._summed(linear(self._activated(gate) * up, layer.down))
             hidden = hidden + self._branch_norm(branch, layer.ffn_branch_norm)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, vocab_size] for R rows of hidden states."""
         logits = linear(self._norm(hidden, self._weights.final_norm), self._weights.head)
+        if self._share is not None:
+            logits = self._share.joined(logits)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        table = self._weights.embedding
+        if self._share is not None:
+            return self._share.embedded(token_ids, table)
+        return F.embedding(token_ids, table).float()
+
+    def _summed(self, branch: Tensor) -> Tensor:
+        """What all ranks together have for `branch`."""
+        return branch if self._share is None else self._share.summed(branch)
 
     def _activated(self, gate: Tensor) -> Tensor:
         if self.config.activation == "silu":

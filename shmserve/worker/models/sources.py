@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from shmserve.gguf import GGUFError, GGUFFile, unpermute_rows
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
+
+if TYPE_CHECKING:
+    from shmserve.worker.parallel.plan import Cut
 
 Shape = tuple[int, ...]
 
@@ -61,8 +64,8 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> Shape | None:
         """None where there is no such tensor."""
 
-    def read(self, name: str, part: str) -> Tensor:
-        """The values as float32."""
+    def read(self, name: str, part: str, cut: Cut | None = None) -> Tensor:
+        """The values as float32: all of them, or of a cut those in its span."""
 
     def where(self, name: str) -> Path:
         """The file that has the tensor, or should have it."""
@@ -86,13 +89,19 @@ class GGUFSource:
         info = self._file.tensors.get(name)
         return None if info is None else tuple(info.shape)
 
-    def read(self, name: str, part: str) -> Tensor:
+    def read(self, name: str, part: str, cut: Cut | None = None) -> Tensor:
+        rows = None if cut is None or cut.dim else slice(cut.span.start, cut.span.end)
         try:
-            values = self._file.array(name)
+            values = self._file.array(name, rows)
         except GGUFError as error:
             raise ModelLoadError(str(error)) from None
         if part in self._interleaved_heads:
-            values = unpermute_rows(values, self._interleaved_heads[part])
+            num_heads = self._interleaved_heads[part]
+            if rows is not None:  # whole heads
+                num_heads = num_heads * len(values) // self._file.tensors[name].shape[0]
+            values = unpermute_rows(values, num_heads)
+        if cut is not None and cut.dim:
+            values = values[:, cut.span.start : cut.span.end]
         return torch.from_numpy(values)
 
     def where(self, name: str) -> Path:
@@ -153,14 +162,18 @@ class SafetensorsSource:
             )
         return (end - first, *shape[1:])
 
-    def read(self, name: str, part: str) -> Tensor:
+    def read(self, name: str, part: str, cut: Cut | None = None) -> Tensor:
         whole, first, end = _split(name)
         path = self._file_of[whole]
-        tensor: Tensor = (
-            self._open(path).get_tensor(whole)
-            if end is None
-            else self._slice(path, whole)[first:end]
-        )
+        if cut is not None and not cut.dim:
+            first, end = first + cut.span.start, first + cut.span.end
+        tensor: Tensor
+        if cut is not None and cut.dim:
+            tensor = self._slice(path, whole)[:, cut.span.start : cut.span.end]
+        elif end is None:
+            tensor = self._open(path).get_tensor(whole)
+        else:
+            tensor = self._slice(path, whole)[first:end]
         tensor = tensor.to(torch.float32)
         return tensor + self._config.norm_offset if part in NORMS else tensor
 

@@ -1,4 +1,4 @@
-"""The weights of a decoder as float32 tensors.
+"""The weights of a decoder as float32 tensors, or of the part of it that one rank of several has.
 
 Owns: the check of every shape, and the fused layout (q, k and v in one matrix, gate and up in one). Never: knows what is
 computed with them. Anything missing or misshapen is one `ModelLoadError` line with the file, the tensor and both shapes. A
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
 from shmserve.worker.models.sources import Shape, TensorSource
+
+if TYPE_CHECKING:
+    from shmserve.worker.parallel.plan import Cut, Partition
 
 LoadProgress = Callable[[float], None]
 
@@ -53,12 +57,14 @@ def load_weights(
     config: DecoderConfig,
     progress: LoadProgress = lambda fraction: None,
     place: Callable[[Tensor], Tensor] | None = None,
+    partition: Partition | None = None,
 ) -> DecoderWeights:
     """All weights of the model; `progress` hears the fraction of tensors read so far.
 
     `place` puts each tensor where it is to stay as soon as it is read: the host holds no more than one of them in float32.
+    `partition` is what is read, where it is not all.
     """
-    reader = _Reader(source, config, progress, place or (lambda tensor: tensor))
+    reader = _Reader(source, config, progress, place or (lambda tensor: tensor), partition)
     hidden, vocab = config.hidden_size, config.vocab_size
     embedding = reader.one("embedding", None, (vocab, hidden))
     return DecoderWeights(
@@ -79,9 +85,10 @@ class _Reader:
         config: DecoderConfig,
         progress: LoadProgress,
         place: Callable[[Tensor], Tensor],
+        partition: Partition | None,
     ) -> None:
         self._source, self._config, self._progress = source, config, progress
-        self._place = place
+        self._place, self._partition = place, partition
         biases_and_norms = 3 * config.has_qkv_bias + config.has_output_bias + 2 * config.has_qk_norm
         biases_and_norms += 2 * config.has_branch_norms
         self._total = 2 + (not config.tied_head) + config.num_layers * (9 + biases_and_norms)
@@ -100,7 +107,7 @@ class _Reader:
             q_norm=self.one("q_norm", layer, (c.head_dim,)) if c.has_qk_norm else None,
             k_norm=self.one("k_norm", layer, (c.head_dim,)) if c.has_qk_norm else None,
             output=self.one("output", layer, (hidden, q_rows)),
-            output_bias=self.one("output_bias", layer, (hidden,)) if c.has_output_bias else None,
+            output_bias=self.one("output_bias", layer, (hidden,)) if self._adds_output_bias else None,
             ffn_norm=self.one("ffn_norm", layer, (hidden,)),
             gate_up=self.stacked(layer, {"gate": ffn, "up": ffn}, (hidden,)),
             down=self.one("down", layer, (hidden, ffn)),
@@ -112,14 +119,22 @@ class _Reader:
         has_it = self._config.has_branch_norms
         return self.one(part, layer, (self._config.hidden_size,)) if has_it else None
 
+    @property
+    def _adds_output_bias(self) -> bool:
+        """What several ranks give is added up: the bias must be in it once."""
+        is_first = self._partition is None or self._partition.rank == 0
+        return self._config.has_output_bias and is_first
+
     def stacked(self, layer: int, rows: dict[str, int], rest: Shape) -> Tensor:
         """Several parts under each other in one tensor, each copied to its place as it is read."""
         for part, size in rows.items():  # before memory is taken for numbers that may be absurd
             self._found(part, layer, (size, *rest))
-        out = torch.empty((sum(rows.values()), *rest), dtype=torch.float32)
+        cuts = {part: self._cut(part) for part in rows}
+        sizes = {p: size if (cut := cuts[p]) is None else cut.size for p, size in rows.items()}
+        out = torch.empty((sum(sizes.values()), *rest), dtype=torch.float32)
         start = 0
-        for part, size in rows.items():
-            out[start : start + size] = self._read(part, layer, (size, *rest))
+        for part, size in sizes.items():
+            out[start : start + size] = self._read(part, layer, (rows[part], *rest))
             start += size
         return self._place(out)
 
@@ -137,8 +152,18 @@ class _Reader:
             )
         return name
 
+    def _cut(self, part: str) -> Cut | None:
+        """What is read of a part; None for all of it."""
+        return None if self._partition is None else self._partition.cut(part)
+
     def _read(self, part: str, layer: int | None, shape: Shape) -> Tensor:
-        tensor = self._source.read(self._found(part, layer, shape), part).contiguous()
+        """The values of a tensor that has `shape` in the file: of it what this rank has."""
+        name = self._found(part, layer, shape)
+        cut = self._cut(part)
+        tensor = self._source.read(name, part, cut).contiguous()
+        if cut is not None and tensor.shape[cut.dim] < cut.size:
+            padding = cut.size - tensor.shape[cut.dim]  # of rows only: ids that do not exist
+            tensor = torch.cat((tensor, tensor.new_zeros((padding, *tensor.shape[1:]))))
         self._num_read += 1
         self._progress(self._num_read / self._total)
         return tensor
