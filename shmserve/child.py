@@ -83,7 +83,11 @@ def with_source_tree(environ: Mapping[str, str]) -> dict[str, str]:
     env = dict(environ)
     root = os.path.dirname(os.path.dirname(os.path.abspath(shmserve.__file__)))
     before = env.get("PYTHONPATH", "")
-    if root not in (*site.getsitepackages(), site.getusersitepackages(), before.split(os.pathsep)[0]):
+    if root not in (
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        before.split(os.pathsep)[0],
+    ):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, before)))
     return env
 

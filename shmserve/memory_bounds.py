@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shmserve.boards import SUPERVISOR_BOARD, WORKER_BOARD, http_board
-from shmserve.config import MOST_ROUTING_BLOCKS, Config
+from shmserve.config import MOST_ROUTING_BLOCKS, Config, WorkerConfig
 from shmserve.rings.board import board_bytes
 from shmserve.rings.layout import HEADER_BYTES
 from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES
@@ -87,7 +87,7 @@ def bounds_of(
         Bound("http", "their prompts, as ids and as a record", places, 8 * max_model_len),
         Bound("http", "their answers, not streamed (--max-model-len)", places, ANSWER_BYTES_PER_TOKEN * max_model_len),
         Bound("http", "frames of slow clients (--slow-client-bytes)", places, 4 * http.slow_client_bytes),
-        Bound("worker", "what any load costs once", num_workers, IDLE_GROWTH_BYTES),
+        Bound("worker", "what any load costs once", num_workers * worker.tensor_parallel, IDLE_GROWTH_BYTES),
         Bound("worker", "sequences (--max-num-seqs + --max-queued-requests)", places, SEQUENCE_BYTES),
         Bound("worker", "their tokens (--max-model-len)", places, 12 * max_model_len),
         Bound("worker", "rows (--max-num-seqs)", worker.max_num_seqs * num_workers, 4 * (max_model_len + 1) + 4 * (max_model_len // worker.block_size + 1) + 4 * KIB),
@@ -95,7 +95,16 @@ def bounds_of(
         Bound("worker", "last records beside a full ring", pairs * rings.table_size, 8 * TOKEN_SLOT_BYTES),
         Bound("worker", "KV cache (--kv-cache-bytes)", num_workers, kv_bytes),
         Bound("worker", "what is known of its blocks", num_workers * num_kv_blocks, BLOCK_BYTES),
+        Bound("worker", "steps on their way to other ranks (--tensor-parallel)", num_workers if worker.tensor_parallel > 1 else 0, step_bytes(worker, max_model_len)),
     ]  # fmt: skip
+
+
+def step_bytes(worker: WorkerConfig, max_model_len: int) -> int:
+    """Memory in which a worker hands its steps to other ranks (worker/parallel/steps.py): four of the largest."""
+    tokens = max(worker.max_num_batched_tokens, worker.max_num_seqs)
+    tokens += 0 if worker.chunked_prefill else max_model_len
+    blocks = -(-max_model_len // worker.block_size)
+    return 4 * 4 * (16 + 3 * tokens + (8 + blocks) * worker.max_num_seqs)
 
 
 def logprobs_bound(config: Config, max_model_len: int) -> Bound:

@@ -82,6 +82,7 @@ class Post:
                 "phase_age_s": _age_s(now_ns, board["phase_since_ns"]),
                 "heartbeat_age_s": _age_s(now_ns, board["heartbeat_ns"]),
                 "board": board.segment.name,
+                "rank_pids": list(self.info.get("rank_pids", ())) if is_ready else [],
             }
         return row
 

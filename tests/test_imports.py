@@ -73,6 +73,9 @@ USES_TORCH += ("shmserve.worker.kernels", "shmserve.worker.cuda_graphs", "shmser
 USES_TORCH += ("shmserve.worker.cuda", "shmserve.worker.torch_output")
 USES_TORCH += ("shmserve.worker.hf_attention", "shmserve.worker.hf_runner")
 USES_TORCH += ("shmserve.worker.cpu.loading", "shmserve.worker.cpu.runner")
+USES_TORCH += tuple(
+    f"shmserve.worker.parallel.{name}" for name in ("group", "team", "device_share", "lead")
+)
 
 MODULES = sorted(
     ".".join(("shmserve", *path.relative_to(PACKAGE).with_suffix("").parts))

@@ -80,6 +80,8 @@ def _text_of(answer: dict[str, Any]) -> str:
         lines.append(f"log: {answer['log_file']}")
     for child in answer["children"]:
         details = [f"pid {child['pid'] or '-'}", child["state"]]
+        if child.get("rank_pids"):
+            details.append(f"other ranks {', '.join(map(str, child['rank_pids']))}")
         if child.get("phase"):
             age = f" for {child['phase_age_s']:.1f} s" if child["phase_age_s"] else ""
             is_loading = child["state"] == "loading" and child["fraction"]

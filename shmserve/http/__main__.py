@@ -35,6 +35,7 @@ from shmserve.http.request_templates import RequestTemplates
 from shmserve.http.routing import Router
 from shmserve.http.security import bound_addresses, warning_of
 from shmserve.http.slow_client import SlowClients
+from shmserve.http.step_send import StepSender
 from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ class HttpProcess:
         model = PreparedModel.load(Path(config.model.folder))
         tokenizer = Tokenizer(model, config.http.tokenizer_threads)
         self.client.vocab_size = tokenizer.vocab_size
-        self.client.send_ring = self._open_send_ring(config.http)
+        self.client.step_sender = self._open_step_sender(config.http, tokenizer)
         source = model.chat_template
         if config.model.chat_template:
             source = Path(config.model.chat_template).read_text()
@@ -102,14 +103,15 @@ class HttpProcess:
         self._server: web.Server | None = None
         self._garbage: Garbage | None = None
 
-    def _open_send_ring(self, config: HttpConfig) -> SendRing | None:
+    def _open_step_sender(self, config: HttpConfig, tokenizer: Tokenizer) -> StepSender | None:
         if not config.io_uring:
             return None
         try:
-            return SendRing()
+            ring = SendRing()
         except OSError as error:
             log.info("no io_uring (%s): tokens are sent one by one", error.strerror)
             return None
+        return StepSender(ring, self.client.table, self.client.times, tokenizer.pieces.direct)
 
     async def run(self) -> int:
         """Serve until told to stop; the exit code."""

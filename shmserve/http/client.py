@@ -23,7 +23,6 @@ import numpy.typing as npt
 from shmserve.boards import REQUEST_COLUMNS
 from shmserve.config import RingConfig
 from shmserve.http.direct import DirectTable
-from shmserve.http.uring import SendRing
 from shmserve.http.endings import Endings
 from shmserve.http.errors import ApiError, worker_died
 from shmserve.http.hop_times import HopTimes
@@ -32,6 +31,7 @@ from shmserve.http.logprobs import LogprobLog
 from shmserve.http.neighbours import Elsewhere, eviction_rank
 from shmserve.http.pump import Pump
 from shmserve.http.routing import Router
+from shmserve.http.step_send import StepSender
 from shmserve.http.timing import TokenTimes
 from shmserve.http.waiting_line import Party, WaitingLine
 from shmserve.request import SamplingParams
@@ -84,7 +84,7 @@ class WorkerLink:
             self._client.forget,
             self.break_off,
             self._client.vocab_size,
-            self._client.send_ring,
+            self._client.step_sender,
         )
 
     def close(self, reason: str) -> None:
@@ -264,7 +264,7 @@ class WorkerClient:
         self.in_flight: dict[int, InFlight] = {}
         self.table = DirectTable(rings.table_size)
         self.times = HopTimes(board)
-        self.send_ring: SendRing | None = None  # without one, tokens are sent one by one
+        self.step_sender: StepSender | None = None  # without one, tokens are sent one by one
         self._endings = Endings(board)
         self.on_drained: Callable[[], None] | None = None
         self.on_broken: Callable[[int, int, str], None] = _tell_nobody

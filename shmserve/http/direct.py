@@ -12,8 +12,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from shmserve.http.uring import address_of
+
 MOST_CHUNK_BYTES: Final = 4_096
-_SIZE_LINES: Final = [b"%x\r\n" % size for size in range(MOST_CHUNK_BYTES)]
+SIZE_LINES: Final = [b"%x\r\n" % size for size in range(MOST_CHUNK_BYTES)]
 _NO_LINES: Final = [b""] * MOST_CHUNK_BYTES
 
 Direct: TypeAlias = tuple[
@@ -24,11 +26,21 @@ Direct: TypeAlias = tuple[
     list[bytes],
     Callable[[bytes], int],
     Callable[[bytes, int], None],
-    int,
+    "Row | None",
 ]
 """Chunk size lines by size; bytes around a piece, counted; before it; behind it; pieces by token id; the socket's send; who
-takes over a frame that was not sent whole, with what was sent of it (-1: the connection is broken); the socket's descriptor, if a
-frame may be sent on it together with those of others (else -1)."""
+takes over a frame that was not sent whole, with what was sent of it (-1: the connection is broken); the same for
+frames that are sent together (step_send.py), None where they may not be."""
+
+Row: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""Descriptor; bytes around a piece; where what is before it lies, and its size; the same of what is behind; 1 if chunked, else 0."""
+ROWS: Final = np.dtype(
+    {
+        "names": ["fd", "around", "front_at", "front_size", "back_at", "back_size", "is_chunked"],
+        "formats": ["<i4", "<i4", "<u8", "<u4", "<u8", "<u4", "<u4"],
+    },
+    align=True,
+)
 
 
 def direct_path(
@@ -45,9 +57,21 @@ def direct_path(
     fixed = len(before) + len(after)
     if fixed + longest_piece >= MOST_CHUNK_BYTES:
         return None
-    if not is_chunked:  # HTTP/1.0
-        return (_NO_LINES, fixed, before, after, pieces, send, spill, fd)
-    return (_SIZE_LINES, fixed, before, after + b"\r\n", pieces, send, spill, fd)
+    lines = _NO_LINES  # HTTP/1.0
+    if is_chunked:
+        lines, after = SIZE_LINES, after + b"\r\n"
+    row = None
+    if fd >= 0:
+        row = (
+            fd,
+            fixed,
+            address_of(before),
+            len(before),
+            address_of(after),
+            len(after),
+            is_chunked,
+        )
+    return (lines, fixed, before, after, pieces, send, spill, row)
 
 
 class DirectTable:
@@ -59,15 +83,26 @@ class DirectTable:
         self.mask = np.uint64(size - 1)
         self.owner = np.zeros(size, np.uint64)  # req_id; 0: nobody
         self.paths: list[Direct | None] = [None] * size  # None: not by the pump, now
-        self.written_ns = [0] * size  # of the newest frame
+        self.written_ns = np.zeros(size, np.int64)  # of the newest frame
+        self.rows = np.zeros(size, ROWS)  # `fd` is -1 where frames must go one by one
+        self.rows["fd"] = -1
 
     def enter(self, req_id: int, slot: int) -> None:
         """The place `slot` is `req_id`'s from here on."""
         self.owner[slot] = req_id
-        self.paths[slot] = None
+        self.lead(slot, None)
         self.written_ns[slot] = 0
+
+    def lead(self, slot: int, path: Direct | None) -> None:
+        """Plain tokens of this place go this way from now on; None: not by the pump."""
+        self.paths[slot] = path
+        row = path[-1] if path is not None else None
+        if row is not None:
+            self.rows[slot] = row
+        else:
+            self.rows["fd"][slot] = -1
 
     def leave(self, slot: int) -> None:
         """Nobody's: a stale record finds nothing."""
         self.owner[slot] = 0
-        self.paths[slot] = None
+        self.lead(slot, None)

@@ -148,12 +148,12 @@ class InFlight:
     @direct.setter
     def direct(self, path: Direct | None) -> None:
         if self._table.owner[self._slot] == self.req_id:  # else its place is another's already
-            self._table.paths[self._slot] = path
+            self._table.lead(self._slot, path)
 
     @property
     def last_written_ns(self) -> int:
         """When its newest frame was written."""
-        return self._table.written_ns[self._slot]
+        return int(self._table.written_ns[self._slot])
 
     @last_written_ns.setter
     def last_written_ns(self, at_ns: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from shmserve.http.direct import DirectTable
 from shmserve.http.errors import ApiError
@@ -29,7 +30,6 @@ from shmserve.http.record_checks import (
     tokens_of,
 )
 from shmserve.http.step_send import StepSender
-from shmserve.http.uring import SendRing
 from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Ring
@@ -77,7 +77,7 @@ class Pump:
         on_finish: Callable[[InFlight], None],
         on_broken: Callable[[str], None],
         vocab_size: int,
-        send_ring: SendRing | None = None,
+        step_sender: StepSender | None = None,
     ) -> None:
         self.num_stale = 0
         self.num_bad = 0
@@ -95,7 +95,7 @@ class Pump:
         self._is_broken = False  # the counter lied: what it announced may be anything
         self._messages: dict[int, str] = {}
         self._times = times
-        self._step_sender = StepSender(send_ring, table, times) if send_ring is not None else None
+        self._step_sender = step_sender
         self._popped_ns = 0  # when the batch was read that is handled now
         self._w_frames = board.cell("frames")
         self._w_tokens = board.cell("tokens")
@@ -166,23 +166,25 @@ class Pump:
         if together:
             count = together  # the rest is the next step's
             records, slots, is_plain = records[:count], slots[:count], is_plain[:count]
-        columns = slots.tolist(), is_plain.tolist(), records["token_id"].tolist()
+        # A copy: a traceback that somebody keeps would keep a view, and the channel could not be closed.
+        token_ids = records["token_id"].copy()
         written: list[int] = []  # indices, in the order of their frames
         left: Sequence[int] = range(count)
         if together and self._step_sender is not None:
-            written, left = self._step_sender.send(*columns)
-        skipped, slow_tokens = self._one_by_one(view, left, *columns, written)
+            sent, left = self._step_sender.send(slots, is_plain, token_ids)
+            written = sent.tolist()
+        skipped, slow_tokens = self._one_by_one(view, left, slots, is_plain, token_ids, written)
         num_direct = len(written)
         words = self._board.words
         words[self._w_tokens] += num_direct + slow_tokens
         if num_direct:
             words[self._w_frames] += num_direct
-            chosen = records if written == list(range(count)) else records[written]
-            places = slots[written] if self._times.intervals is not None else None
+            if num_direct < count:
+                records, slots = records[written], slots[written]
+            places = slots if self._times.intervals is not None else None
             self._times.note_turn(
-                chosen["time_ns"].copy(), chosen["delay_us"].copy(), popped, num_direct, places
+                records["time_ns"].copy(), records["delay_us"].copy(), popped, num_direct, places
             )
-            del chosen
         if slow_tokens:
             self._times.note_slots(view, skipped, popped)
         del records, ids
@@ -193,9 +195,9 @@ class Pump:
         self,
         view: memoryview,
         chosen: Sequence[int],
-        slots: list[int],
-        is_plain: list[bool],
-        token_ids: list[int],
+        slots: npt.NDArray[np.uint64],
+        is_plain: npt.NDArray[np.bool_],
+        token_ids: npt.NDArray[np.uint32],
         written: list[int],
     ) -> tuple[list[int], int]:
         """Handle the chosen records; `written` gets those that were plain. (The others, how many tokens were in them.)"""
@@ -204,12 +206,17 @@ class Pump:
         add_written, add_itl = self._times.written.append, self._times.itl_wire.append
         skipped: list[int] = []
         slow_tokens = 0
-        for i in chosen:
-            slot = slots[i]
-            if is_plain[i] and (path := paths[slot]) is not None:
+        if not chosen:
+            return skipped, slow_tokens
+        if len(chosen) < len(slots):
+            slots, is_plain, token_ids = slots[chosen], is_plain[chosen], token_ids[chosen]
+        for i, slot, plain, token_id in zip(
+            chosen, slots.tolist(), is_plain.tolist(), token_ids.tolist(), strict=True
+        ):
+            if plain and (path := paths[slot]) is not None:
                 lines, fixed, front, back, pieces, send, spill, _ = path
                 try:
-                    piece = pieces[token_ids[i]]
+                    piece = pieces[token_id]
                 except IndexError:  # no token of ours: refused below
                     piece = b""
                 if piece:
@@ -229,8 +236,7 @@ class Pump:
                         spill(frame, sent)
                     continue
             slow_tokens += self._guarded(
-                # A copy: a traceback that somebody keeps would keep a view, and the channel could not be closed.
-                view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES].tobytes()
+                view[i * TOKEN_SLOT_BYTES : (i + 1) * TOKEN_SLOT_BYTES].tobytes()  # a copy, too
             )
             skipped.append(i)
         return skipped, slow_tokens

@@ -93,8 +93,7 @@ class SseStream:
         is_encrypted = transport.get_extra_info("sslcontext") is not None
         self._send = self._send_encrypted if is_encrypted else self._socket.send
         # Two choices of one connection must not go together: the first may be cut short.
-        is_lone = len(self._choices) == 1 and not is_encrypted
-        self._lone_fd = self._socket.fileno() if is_lone else -1
+        self._is_lone = len(self._choices) == 1 and not is_encrypted
         transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
         self._congestion = Congestion(
             self._slow_clients, self._client, self._rules, transport, writer.drain, self._choices
@@ -266,9 +265,15 @@ class SseStream:
                 choice.pieces.longest,
                 self._send,
                 self._spill,
-                self._lone_fd,
+                self._descriptor_for(choice),
             )
         entry.direct = choice.direct
+
+    def _descriptor_for(self, choice: Choice) -> int:
+        """What its frames may be sent on together with those of other connections; -1 if they may not."""
+        sender = self._client.step_sender
+        can = self._is_lone and sender is not None and sender.takes(choice.pieces.direct)
+        return self._socket.fileno() if can else -1
 
     def _write(self, data: bytes) -> None:
         if not data:

@@ -156,6 +156,7 @@ class Worker:
             "num_blocks": info.num_blocks - 1,
             "block_size": info.block_size,
             "vocab_size": info.vocab_size,
+            "rank_pids": [] if self.ranks is None else self.ranks.pids,
         }
 
     def serve(self, engine: Engine) -> None:

@@ -98,7 +98,9 @@ class TorchRunner:
             )
         self._windows = tuple(dict.fromkeys(config.sliding_windows))
         self._team = team
-        self._followed: Tensor | None = None  # hidden states of the step that a rank > 0 has computed
+        self._followed: Tensor | None = (
+            None  # hidden states of the step that a rank > 0 has computed
+        )
         self._info = replace(info, vocab_size=num_ids, max_guesses=max_num_batched_tokens)
 
     @property

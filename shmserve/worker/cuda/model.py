@@ -168,7 +168,11 @@ class DeviceModel:
         return logits
 
     def _embed(self, inputs: Inputs, residual: Tensor) -> None:
-        ids, table, scale = self._buffers.sampled_ids, self._weights.embedding, self.config.embedding_scale
+        ids, table, scale = (
+            self._buffers.sampled_ids,
+            self._weights.embedding,
+            self.config.embedding_scale,
+        )
         if self._share is not None:
             self._share.embed(self._ops, inputs, ids, table, residual, scale)
             return

@@ -109,7 +109,9 @@ class CudaRunner:
                 if not room:
                     own_block = kv_bytes_per_block(own, block_size, dtype)
                     num_blocks = free_bytes(target, kv_cache_fraction) // own_block
-                    room = per_block * (num_blocks if team is None else team.group.least(num_blocks))
+                    room = per_block * (
+                        num_blocks if team is None else team.group.least(num_blocks)
+                    )
                 name = f"{target.type}, {torch.finfo(dtype).dtype}"
                 if team is not None:
                     name = f"{name}, {team.group.size} ranks"
@@ -160,7 +162,8 @@ class CudaRunner:
                     num_ids=num_ids,
                 )
                 self._graphs = StepGraphs(
-                    capture or (CudaCapture(others_run=team is not None) if is_cuda else NoCapture()),
+                    capture
+                    or (CudaCapture(others_run=team is not None) if is_cuda else NoCapture()),
                     buckets,
                     self._decode,
                     self._prepare,
@@ -173,7 +176,9 @@ class CudaRunner:
             ) from None
         self._info = replace(info, vocab_size=num_ids)
         self._team = team
-        self._nobody = SamplingState(max_num_seqs)  # ranks that draw nothing are told of no parameters
+        self._nobody = SamplingState(
+            max_num_seqs
+        )  # ranks that draw nothing are told of no parameters
         self._flights: deque[_Flight] = deque()
 
     @property

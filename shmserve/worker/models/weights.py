@@ -107,7 +107,9 @@ class _Reader:
             q_norm=self.one("q_norm", layer, (c.head_dim,)) if c.has_qk_norm else None,
             k_norm=self.one("k_norm", layer, (c.head_dim,)) if c.has_qk_norm else None,
             output=self.one("output", layer, (hidden, q_rows)),
-            output_bias=self.one("output_bias", layer, (hidden,)) if self._adds_output_bias else None,
+            output_bias=self.one("output_bias", layer, (hidden,))
+            if self._adds_output_bias
+            else None,
             ffn_norm=self.one("ffn_norm", layer, (hidden,)),
             gate_up=self.stacked(layer, {"gate": ffn, "up": ffn}, (hidden,)),
             down=self.one("down", layer, (hidden, ffn)),

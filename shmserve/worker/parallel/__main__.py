@@ -30,9 +30,7 @@ PATIENCE_S = 2.0
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m shmserve.worker.parallel", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m shmserve.worker.parallel", description=__doc__)
     parser.add_argument("--link", required=True, metavar="fd:N")
     options = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):

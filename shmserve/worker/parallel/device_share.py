@@ -42,7 +42,13 @@ class DeviceShare:
         return self.partition.rank == 0
 
     def embed(
-        self, ops: Ops, inputs: Inputs, sampled_ids: Tensor, table: Tensor, out: Tensor, scale: float
+        self,
+        ops: Ops,
+        inputs: Inputs,
+        sampled_ids: Tensor,
+        table: Tensor,
+        out: Tensor,
+        scale: float,
     ) -> None:
         """As `ops.embed`, of ids of the whole vocabulary; `table` has the rows of this rank's ids."""
         carried = sampled_ids[inputs.carried.clamp(min=0).long()]

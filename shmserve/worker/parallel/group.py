@@ -62,12 +62,16 @@ def gloo_group(store: dist.Store, rank: int, size: int) -> Group:
     options = kind._Options()
     options._devices = [kind.create_device(interface="lo")]
     options._timeout = LONGEST
-    return Group(_wrapped(store, rank, size, "GLOO", kind(store, rank, size, options), device), device)
+    return Group(
+        _wrapped(store, rank, size, "GLOO", kind(store, rank, size, options), device), device
+    )
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Group:
     """Ranks on GPUs of this host, one each. Waits until all of them are there."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # it only meets there: data goes over NVLink, PCIe or memory
+    os.environ.setdefault(
+        "NCCL_SOCKET_IFNAME", "lo"
+    )  # it only meets there: data goes over NVLink, PCIe or memory
     kind: Any = dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = LONGEST

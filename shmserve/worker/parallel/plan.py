@@ -132,7 +132,10 @@ class Partition:
 def refusal(config: DecoderConfig, num_ranks: int) -> str | None:
     """Why a model cannot be shared among so many, with numbers; None if it can be."""
     num_kv, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    for what, count in (("rows of the feed-forward", config.ffn_size), ("token ids", config.vocab_size)):
+    for what, count in (
+        ("rows of the feed-forward", config.ffn_size),
+        ("token ids", config.vocab_size),
+    ):
         if (num_ranks - 1) * -(-count // num_ranks) >= count:  # one would have none
             return f"the model's {count} {what} cannot be shared among {num_ranks} ranks"
     if num_kv >= num_ranks or (num_ranks % num_kv == 0 and group % (num_ranks // num_kv) == 0):

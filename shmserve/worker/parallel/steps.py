@@ -27,8 +27,12 @@ import numpy as np
 from shmserve.worker.batch import I4, Batch
 
 NUM_SLOTS = 4
-_ARRAYS = 8  # of a step: the fields of a Batch that shape a forward pass, and which tokens are carried
-_HEADER = 4 + _ARRAYS  # kind, step, whether all rows decode, columns of the block table; length of each array, -1 for none
+_ARRAYS = (
+    8  # of a step: the fields of a Batch that shape a forward pass, and which tokens are carried
+)
+_HEADER = (
+    4 + _ARRAYS
+)  # kind, step, whether all rows decode, columns of the block table; length of each array, -1 for none
 _SPARE_COLUMNS = 2
 
 
@@ -97,7 +101,6 @@ class StepWriter:
         """All ranks compute the logits of tokens `rows` of the last batch."""
         self._write(Order.LOGITS, (rows,))
 
-
     def _write(
         self,
         order: Order,
@@ -113,7 +116,12 @@ class StepWriter:
         self._turn = (self._turn + 1) % NUM_SLOTS
         words[:_HEADER] = -1
         # A step number is for logs; it must only fit.
-        words[:4] = order, step & 0x7FFFFFFF, is_decode, 0 if batch is None else batch.block_table.shape[1]
+        words[:4] = (
+            order,
+            step & 0x7FFFFFFF,
+            is_decode,
+            0 if batch is None else batch.block_table.shape[1],
+        )
         at = _HEADER
         for index, array in enumerate(arrays):
             if array is not None:

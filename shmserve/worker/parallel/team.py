@@ -86,7 +86,6 @@ class Team:
         if self._steps is not None:
             self._steps.logits(rows)
 
-
     def close(self) -> None:
         """End the others, at rank 0. Called once, when nothing is being computed."""
         self._end()

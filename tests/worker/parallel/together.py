@@ -1,0 +1,182 @@
+"""All ranks of one model as threads of the test's own process, over gloo; and toy models to share among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from shmserve.request import SamplingParams
+from shmserve.worker.batch import Batch
+from shmserve.worker.parallel.group import gloo_group
+from shmserve.worker.parallel.steps import StepReader, StepWriter, words_needed
+from shmserve.worker.parallel.team import Team
+from shmserve.worker.sampling_state import SamplingState
+
+BLOCK, BLOCKS_EACH, NUM_ROWS, MAX_TOKENS = 16, 4, 6, 128
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": NUM_ROWS,
+    "max_num_batched_tokens": MAX_TOKENS,
+    "max_model_len": BLOCK * BLOCKS_EACH,
+    "kv_cache_bytes": 8 << 20,
+    "block_size": BLOCK,
+    "num_threads": 1,
+    "progress": lambda what, share: None,
+}
+PATIENCE_S = 30.0
+
+
+def write_toy(folder: Path, **changes: Any) -> SimpleNamespace:
+    """A random llama; `changes` are of its config.json."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "vocab_size": 251,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    } | changes
+    hidden, ffn, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    q, kv = (8 * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        matrices = {"self_attn.q_proj": (q, hidden), "self_attn.o_proj": (hidden, q)}
+        matrices |= {f"self_attn.{name}_proj": (kv, hidden) for name in "kv"}
+        matrices |= {f"mlp.{name}_proj": (ffn, hidden) for name in ("gate", "up")}
+        matrices |= {"mlp.down_proj": (hidden, ffn)}
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
+        shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        if config.get("attention_bias"):
+            biased = {name: shape for name, shape in matrices.items() if "attn" in name}
+            shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in biased.items()}
+    rng = np.random.default_rng(5)
+    tensors = {
+        name: torch.from_numpy(rng.normal(size=shape).astype(np.float32) * 0.3)
+        for name, shape in shapes.items()
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return SimpleNamespace(weights=folder, folder=folder, format="safetensors")
+
+
+class Together:
+    """A runner of several ranks. `first` is rank 0's, of the thread that made it; `others` those of the other threads.
+
+    `make` makes a rank's runner for a team.
+    """
+
+    def __init__(self, num_ranks: int, make: Callable[[Team], Any]) -> None:
+        self.others: dict[int, Any] = {}
+        self.error: BaseException | None = None
+        self._is_over = False
+        store = dist.HashStore()
+        self._steps = StepWriter(
+            num_ranks - 1, words_needed(MAX_TOKENS, NUM_ROWS, BLOCKS_EACH)
+        )
+        self._threads = [
+            threading.Thread(target=self._follow, args=(store, rank, num_ranks, make), daemon=True)
+            for rank in range(1, num_ranks)
+        ]
+        for thread in self._threads:
+            thread.start()
+        group = gloo_group(store, 0, num_ranks)
+        self.first = make(Team(group, self._steps, self._end))
+
+    def _follow(
+        self, store: dist.Store, rank: int, num_ranks: int, make: Callable[[Team], Any]
+    ) -> None:
+        try:
+            reader = StepReader(*map(os.dup, self._steps.fds_of(rank - 1)))
+            runner = self.others[rank] = make(Team(gloo_group(store, rank, num_ranks)))
+            while True:
+                message = reader.read()
+                if self._is_over:
+                    reader.close()
+                    return
+                if message.batch is not None:
+                    runner.follow(message.batch, message.carried)
+                else:
+                    runner.follow_logits(message.rows)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._steps.logits(np.zeros(0, np.int32))  # a message, so that they look up
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        assert self.error is None, self.error
+
+    def close(self) -> None:
+        self.first.close()
+
+
+def batch_of(*parts: tuple[int, list[int], int]) -> Batch:
+    """`parts` are (row, tokens, position of the first); every sequence samples. Row r has blocks of its own."""
+    rows = np.array([row for row, _, _ in parts], np.int32)
+    counts = np.array([len(tokens) for _, tokens, _ in parts])
+    starts = np.array([start for _, _, start in parts])
+    table = (BLOCKS_EACH * rows[:, None] + 1 + np.arange(BLOCKS_EACH)).astype(np.int32)
+    owner = np.repeat(np.arange(len(rows)), counts)
+    cu = np.concatenate([[0], np.cumsum(counts)])
+    positions = np.arange(cu[-1]) - cu[owner] + starts[owner]
+    slots = table[owner, positions // BLOCK] * BLOCK + positions % BLOCK
+    return Batch(
+        step=1,
+        rows=rows,
+        token_ids=np.concatenate([tokens for _, tokens, _ in parts]).astype(np.int32),
+        positions=positions.astype(np.int32),
+        kv_slots=slots.astype(np.int32),
+        cu_seqlens=cu.astype(np.int32),
+        block_table=table,
+        kv_lens=(starts + counts).astype(np.int32),
+        sample_seqs=np.arange(len(rows), dtype=np.int32),
+        is_decode=bool((counts == 1).all()),
+    )
+
+
+def state_of(**params: Any) -> SamplingState:
+    state = SamplingState(NUM_ROWS, 251)
+    for row in range(NUM_ROWS):
+        state.set(row, SamplingParams(max_tokens=99, **{"temperature": 0.0} | params), (), 0)
+    return state
+
+
+def generated(
+    runner: Any, prompts: list[list[int]], state: SamplingState, num_steps: int
+) -> list[list[int]]:
+    """Prompts of rows 0, 1, ... at once, then a token of each a step."""
+    told = [(row, prompt, 0) for row, prompt in enumerate(prompts)]
+    out: list[list[int]] = [[] for _ in prompts]
+    for _ in range(num_steps):
+        output = runner.run(batch_of(*told), state)
+        assert output.failed == ()
+        tokens = output.token_ids[:, 0].tolist()
+        told = [
+            (row, [token], start + len(before))
+            for (row, before, start), token in zip(told, tokens, strict=True)
+        ]
+        for row, token in enumerate(tokens):
+            out[row].append(token)
+            state.position[row] += 1
+    return out
