@@ -22,6 +22,7 @@ from typing import Final
 from shmserve.http.request_book import RequestRecord
 from shmserve.log_writer import Lines
 
+_NUMBERS: Final = (int, float)
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./:,@+{}*-]+")
 
 
@@ -71,6 +72,8 @@ def as_text(fields: dict[str, object]) -> str:
 
 
 def _word(value: object) -> str:
+    if value.__class__ in _NUMBERS:
+        return str(value)
     text = json.dumps(value) if isinstance(value, bool) else str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
