@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ class HttpProcess:
     def _open_book(self) -> RequestBook | None:
         """Who wants to hear of every request; None if nobody does."""
         joined, config = self.joined, self.joined.config
-        tells: list[Callable[[RequestRecord], None]] = []
+        tells: list[Callable[[Sequence[RequestRecord]], None]] = []
         if config.log_requests and config.log_level in ("debug", "info"):
             lines = Lines(f"http[{joined.index}]", config.log_format)
             tells.append(RequestLog(lines, joined.log.write).tell)
@@ -299,12 +299,13 @@ class HttpProcess:
         board["heartbeat_ns"] = time.monotonic_ns()
         board["loop_lag_ns"] = max(0, int((now - self._beat_due) * 1e9))
         num_in_flight = len(self.client.in_flight)
-        if num_in_flight or board["in_flight"]:
-            board["in_flight"] = num_in_flight
-            line = self.front.admission.line
-            board["waiting"] = line.num_waiting
-            board["waiting_tokens"] = line.num_tokens
+        board["in_flight"] = num_in_flight
+        line = self.front.admission.line
+        board["waiting"] = line.num_waiting
+        board["waiting_tokens"] = line.num_tokens
         board["connections"] = len(self._server.connections) if self._server else 0
+        sender = self.client.step_sender
+        board["io_uring"] = sender is not None and sender.is_open
         for link in self.client.links.values():
             link.fold_times()
         if self.front.book is not None:

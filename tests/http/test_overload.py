@@ -94,6 +94,15 @@ def test_health_and_models_answer_while_the_queue_is_full_F1(tight):
     assert tight.text(max_tokens=2)
 
 
+def test_when_all_that_wait_leave_at_once_the_gauges_say_that_nobody_waits(tight):
+    running = tight.stream(max_tokens=8000, ignore_eos=True, n=5)
+    until(lambda: tight.words("http")["waiting"] == 4, "four wait")
+    running.leave()
+    tight.wait_idle()
+    until(lambda: not tight.words("http")["waiting"], "none waits", patience_s=5)
+    assert tight.words("http")["waiting_tokens"] == 0
+
+
 def test_every_request_of_an_overload_gets_its_answer_F2(start_server):
     server = start_server("--step-ms=2", "--max-num-seqs=4", "--max-queued-requests=8")
     counts = {200: 0, 503: 0}
@@ -122,9 +131,9 @@ def test_every_request_of_an_overload_gets_its_answer_F2(start_server):
     assert server.words("worker")["num_finished"] == counts[200]
 
 
-@pytest.mark.parametrize("policy", ["block", "drop"])
-def test_a_full_submit_ring_refuses_under_drop_and_waits_under_block(start_server, policy):
-    """A ring of 8 slots, 32 requests at once: under drop some may be refused with a 503, under block none is."""
+@pytest.mark.parametrize("policy", ["block", "drop", "coalesce"])
+def test_a_full_submit_ring_refuses_under_drop_only(start_server, policy):
+    """A ring of 8 slots, 32 requests at once: under drop some may be refused with a 503, else none is."""
     server = start_server("--step-ms=2", "--submit-ring-slots=8", f"--submit-policy={policy}")
     burst = Burst(server, [{"prompt": [19556] * 900, "max_tokens": 1}] * 32)
     num_refused = 0
