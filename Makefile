@@ -54,7 +54,7 @@ $(VENV)/.dev: setup.cfg pyproject.toml constraints.txt | $(PY)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.clients: $(VENV)/.dev
-	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[clients,kubernetes,ray,router]'
+	$(PIP) install $(PIP_ARGS) -q --no-compile -c constraints.txt -e '.[clients,kubernetes,parallel,ray,router]'
 	touch $@
 
 # A browser for tests/browser: the one that is there, or Playwright's own, or Debian's.

@@ -207,6 +207,7 @@ HTTP_BOARD: Final = BoardSpec(
         "num_spans_sent",
         "num_spans_dropped",
         "num_spans_failed",
+        "io_uring",  # gauge: 1 while the tokens of a step are sent in one call (http/step_send.py)
     ),
     histograms={
         "hop_publish_us": HOP_BOUNDS_US,  # sampled -> published
@@ -264,7 +265,7 @@ HTTP_GAUGES: Final = frozenset(
         "heartbeat_ns", "pid", "phase", "phase_since_ns", "in_flight", "waiting", "connections", "waiting_tokens", "body_bytes",
         "clients_congested", "client_backlog_bytes", "client_backlog_high_water_bytes", "mailbox_bytes",
         "mailbox_high_water_bytes", "loop_lag_ns", "debug_listeners", "log_bytes", "spans_waiting", "places",
-        "worst_waiting", "routing_blocks",
+        "worst_waiting", "routing_blocks", "io_uring",
     )
 )  # fmt: skip
 """Words that say how it is; all others only grow while their process lives."""

@@ -30,7 +30,7 @@ PRECISIONS_OF: dict[str, tuple[str, ...]] = {
     "simulated": (),
 }
 """Values of --cpu-precision that each runner can be told, beside auto."""
-RUNNERS_OF_RANKS = ("auto", "torch", "cuda")
+RUNNERS_OF_RANKS = ("auto", "torch", "cuda", "hf")
 """What computes a model of which each rank has a part (--tensor-parallel)."""
 
 

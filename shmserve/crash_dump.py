@@ -41,7 +41,8 @@ from shmserve.rings.board import BoardReader
 from shmserve.rings.observe import RingCopy, RingView
 from shmserve.rings.segment import SegmentError
 from shmserve.rings.wakeup import Counter
-from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES, without_contents
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES, without_contents
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES
 
 MAGIC: Final = b"SHMDUMP1"
 MOST_KEPT: Final = 5

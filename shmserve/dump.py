@@ -18,17 +18,14 @@ import numpy as np
 from shmserve.recording import Recording, ring_place
 from shmserve.request import FinishReason
 from shmserve.rings.observe import RingCopy
-from shmserve.wire import (
+from shmserve.wire.finish import unpack_finish, unpack_message
+from shmserve.wire.submit_slots import SubmitHead, SubmitKind, peek_submit
+from shmserve.wire.tokens import (
     FLAG_LAST_IS_STOP,
     TOKEN_SLOT_BYTES,
     TOKENS_DTYPE,
     TOKENS_PER_SLOT,
-    SubmitHead,
-    SubmitKind,
     TokenKind,
-    peek_submit,
-    unpack_finish,
-    unpack_message,
 )
 
 _FINISHED: Final = "finished"

@@ -25,7 +25,9 @@ from shmserve.dump import (
 from shmserve.models import PreparedModel
 from shmserve.recording import BoardCopy, Recording, ring_place
 from shmserve.rings.observe import RingCopy
-from shmserve.wire import WireError, peek_submit, unpack_submit
+from shmserve.wire.errors import WireError
+from shmserve.wire.submit import unpack_submit
+from shmserve.wire.submit_slots import peek_submit
 
 _MOST_TEXT: Final = 2_000  # characters of a prompt or a record
 

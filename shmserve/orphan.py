@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 4.0
 """A front end has this long to end its streams, from the supervisor's end on. Its own limits add up to less."""
-PATIENCE_S = 1.0
+PATIENCE_S = 2.5
 """How long one waits for the others: the kernel kills the worker at once, but frees its memory before its locks."""
 
 

@@ -1,14 +1,15 @@
 """The words that both processes share about a request: how to sample, why it ended.
 
 Owns: `SamplingParams`, `FinishReason`. Never: validates a client's input (the front end does, before it builds one) or knows
-a byte layout (`wire.py` does). Both processes may import it.
+a byte layout (`wire/` does). Both processes may import it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
+
+import msgspec
 
 MOST_SPECULATIVE_TOKENS: Final = 15
 """So many tokens may be guessed for one sequence in a step, at most."""
@@ -37,12 +38,13 @@ class FinishReason(IntEnum):
         return self in (FinishReason.STOP_STRING, FinishReason.STOP_TOKEN, FinishReason.GRAMMAR)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, gc=False):
     """How one sequence is sampled and when it ends. Every field is already validated and resolved.
 
     `seed` is this sequence's own 64-bit stream (n > 1 gives each choice another); `top_k` 0 and `top_p` 1.0 and `min_p` 0.0
     mean off; `temperature` 0 is greedy. `max_tokens` counts generated tokens, EOS and stop tokens included.
+
+    A Struct, not a frozen dataclass: that one takes 8 us to make, or to change with `replace`, and every request does both.
     """
 
     max_tokens: int

@@ -150,7 +150,7 @@ SETTINGS: Final = (
     Setting("--submit-ring-slots", "rings.submit_slots", int, "Slots of the ring to the worker, a power of two."),
     Setting("--ring-table-size", "rings.table_size", int, "Requests in flight per front end."),
     Setting("--token-policy", "rings.token_policy", _POLICY, "What happens when the token ring is full."),
-    Setting("--submit-policy", "rings.submit_policy", click.Choice(("block", "drop")), "What happens when the submit ring is full."),
+    Setting("--submit-policy", "rings.submit_policy", _POLICY, "What happens when the submit ring is full."),
     Setting("--coalesce-tokens", "rings.coalesce_tokens", int, "Tokens that may wait beside a full ring before sequences pause."),
     Setting("--block-deadline", "rings.block_deadline_s", float, "Seconds that the worker waits under --token-policy block."),
     Setting("--submit-deadline", "rings.submit_deadline_s", float, "Seconds that a request waits for room in the submit ring."),

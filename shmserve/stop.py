@@ -39,6 +39,10 @@ class StopMatcher:
         self._tail = b""  # the last longest - 1 bytes fed
         self.num_bytes = 0
 
+    @property
+    def stops(self) -> tuple[bytes, ...]:
+        return self._stops
+
     def feed(self, data: bytes, *, is_matching: bool = True) -> StopMatch | None:
         """The match that `data` completes, if any. `is_matching` False (min_tokens) lets it pass, for good."""
         window = self._tail + data
@@ -68,6 +72,24 @@ class StopMatcher:
             if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
                 return len(end)
         return 0
+
+
+class ClearTexts:
+    """Says which texts do not matter to a scan of these strings that holds nothing, and leave it holding nothing."""
+
+    __slots__ = ("_first", "_stops")
+
+    def __init__(self, stops: Sequence[bytes]) -> None:
+        self._stops = tuple(stops)
+        self._first = _any_of({stop[0] for stop in stops})
+
+    def has(self, data: bytes) -> bool:
+        """False where a stop string lies in `data`, or may begin in it and go on behind it."""
+        for begin in self._first.finditer(data):
+            end = data[begin.start() :]
+            if any(end.startswith(stop) or stop.startswith(end) for stop in self._stops):
+                return False
+        return True
 
 
 def _any_of(values: set[int]) -> re.Pattern[bytes]:

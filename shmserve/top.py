@@ -76,12 +76,13 @@ class RingRow:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """`count` observations in microseconds; all 0 where there is none."""
+    """`count` observations in microseconds; all 0 where there is none. A quantile of `most_us` is that or more: no bucket ends above it."""
 
     count: int
     mean_us: float
     p50_us: float
     p99_us: float
+    most_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,8 @@ def _latencies(before: Look, now: Look, seconds: float) -> Iterable[LatencyRow]:
 def _spread(reading: HistogramReading) -> Spread:
     count = sum(reading.counts)
     mean_us = reading.sum / count if count else 0.0
-    return Spread(count, mean_us, quantile(reading, 0.5), quantile(reading, 0.99))
+    most_us = float(reading.bounds[-1])
+    return Spread(count, mean_us, quantile(reading, 0.5), quantile(reading, 0.99), most_us)
 
 
 def _difference(now: HistogramReading, before: HistogramReading | None) -> HistogramReading:

@@ -224,7 +224,11 @@ def _latency_table(report: Report, glyphs: _Glyphs) -> Table:
         if not spread.count:
             table.add_row(Text(label, style=_DIM), *(Text("-", style=_DIM) for _ in range(4)))
             continue
-        times = [_time(us) for us in (spread.p50_us, spread.p99_us, spread.mean_us)]
+        times = [
+            ("> " if us >= spread.most_us else "") + _time(us)
+            for us in (spread.p50_us, spread.p99_us)
+        ]
+        times.append(_time(spread.mean_us))
         rate = "earlier" if is_old else _short(row.per_s) if report.seconds else ""
         table.add_row(label, *times, rate, style=_DIM if is_old else "")
     return table

@@ -21,7 +21,8 @@ from shmserve.ledger import Ledger
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.sockets import Listeners
-from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES
 
 
 class Wiring:

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from hypothesis import settings
 
 from shmserve.models import DEFAULT_MODEL, PreparedModel, prepare
 from shmserve.token_bytes import byte_of_character
+
+TOOLS = str(Path(__file__).resolve().parents[1] / "tools")
+if TOOLS not in sys.path:  # mortal.py starts the servers of the tests; the benches are tested
+    sys.path.append(TOOLS)
 
 TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10}
 TYPE_IDS |= {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30}

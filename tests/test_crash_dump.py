@@ -23,7 +23,9 @@ from shmserve.dump_output import to_text
 from shmserve.recording import Death, Recording, take
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
-from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES, pack_message
+from shmserve.wire.finish import pack_message
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES
 
 DEATH = Death("worker", 0, 4711, "killed by SIGKILL")
 _numbers = itertools.count()

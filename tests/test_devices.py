@@ -69,7 +69,9 @@ def test_workers_without_a_gpu_each_are_refused_by_name() -> None:
         check_devices(two, ["0"])
     both = replace(two, worker=WorkerConfig(tensor_parallel=2))
     check_devices(both, ["0", "1", "2", "3"])
-    with pytest.raises(ConfigError, match="--workers 2 with --tensor-parallel 2 needs 4 GPUs, and 3"):
+    with pytest.raises(
+        ConfigError, match="--workers 2 with --tensor-parallel 2 needs 4 GPUs, and 3"
+    ):
         check_devices(both, ["0", "1", "2"])
 
 
@@ -94,6 +96,8 @@ def test_ranks_without_a_gpu_each_are_refused_by_name() -> None:
     check_devices(ranks, [])
     check_devices(ranks, ["0", "1"])
     check_devices(replace(ranks, worker=WorkerConfig(tensor_parallel=2, runner="torch")), ["0"])
-    with pytest.raises(ConfigError, match="--tensor-parallel 2 needs 2 GPUs, and 1 can be seen") as e:
+    with pytest.raises(
+        ConfigError, match="--tensor-parallel 2 needs 2 GPUs, and 1 can be seen"
+    ) as e:
         check_devices(ranks, ["0"])
     assert "fewer ranks, or on the CPU (--runner torch)" in str(e.value)

@@ -24,19 +24,10 @@ from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.rings.segment import SegmentError, names, unlink
 from shmserve.token_bytes import TokenBytes
-from shmserve.wire import (
-    SUBMIT_SLOT_BYTES,
-    TOKEN_SLOT_BYTES,
-    TOKENS_DTYPE,
-    Submit,
-    SubmitKind,
-    TokenKind,
-    pack_control,
-    pack_finish,
-    pack_message,
-    pack_submit,
-    without_contents,
-)
+from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES, SubmitKind, pack_control, without_contents
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TOKENS_DTYPE, TokenKind
 
 _numbers = itertools.count()
 SECRET = "the colour of my house"

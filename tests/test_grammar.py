@@ -125,7 +125,8 @@ def test_text_of_a_grammar_crosses_the_ring_unchanged():
     import numpy as np
 
     from shmserve.request import SamplingParams
-    from shmserve.wire import SUBMIT_SLOT_BYTES, Submit, pack_submit, unpack_submit
+    from shmserve.wire.submit import Submit, pack_submit, unpack_submit
+    from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
 
     text = json.dumps({"é": "x" * 9_000})
     sent = Submit(1, np.array([1], np.int32), SamplingParams(max_tokens=1, grammar=text))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.stop import StopMatch, StopMatcher
+from shmserve.stop import ClearTexts, StopMatch, StopMatcher
 
 stops_of = st.lists(st.text("ab", min_size=1, max_size=5).map(str.encode), min_size=1, max_size=4)
 text_of = st.text("abc", max_size=30).map(str.encode)
@@ -109,6 +109,26 @@ def test_what_ends_under_min_tokens_is_passed_for_good(stops, text, cuts, min_pa
             break
     wanted = search(text, stops, past=passed)
     assert (match and (match.start, match.end)) == wanted
+
+
+@given(stops_of, text_of, cuts_of)
+def test_a_clear_text_is_one_that_a_scan_without_held_bytes_need_not_see(stops, text, cuts):
+    """Fed or not, nothing is found or held; and a text that is not clear matches, or leaves something held."""
+    texts, matcher, unfed = ClearTexts(stops), StopMatcher(stops), StopMatcher(stops)
+    for part in parts_of(text, cuts):
+        was_held = matcher.held()
+        match, is_clear = matcher.feed(part), texts.has(part)
+        if not was_held:
+            assert is_clear == (match is None and not matcher.held())
+        if was_held or not is_clear:
+            same = unfed.feed(part)
+            assert (match is None) == (same is None)
+            if match is not None:
+                assert same is not None
+                before, passed = matcher.num_bytes - match.start, unfed.num_bytes - same.start
+                assert (before, match.stop) == (passed, same.stop)
+                return
+        assert unfed.held() == matcher.held()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])

@@ -21,7 +21,8 @@ from shmserve.rings.channel import Channel, RingShape
 from shmserve.top import ProcessRow, Report, RingRow, quantile, report
 from shmserve.top_screen import render
 from shmserve.watch import EndedError, Look, Watch
-from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES
 
 _numbers = itertools.count()
 SHAPES = RingShape(SUBMIT_SLOT_BYTES, 8), RingShape(TOKEN_SLOT_BYTES, 64)
@@ -127,6 +128,17 @@ def test_latencies_are_of_the_interval_and_beside_them_of_all_time(
     assert (row.per_s, row.interval.count, row.interval.mean_us) == (50, 50, 60)
     assert 50 < row.interval.p50_us <= 100
     assert row.total.count == 1050 and row.total.p50_us > 50_000
+
+
+def test_a_quantile_above_every_bucket_is_shown_as_more_than_the_last_bound(
+    instance: Instance, watch: Watch
+) -> None:
+    instance.boards["http"].histograms["hop_pop_us"].observe(np.full(10, 5_800_000))
+    made = report(instance.name, None, watch.look())
+    row = next(row for row in made.latencies if row.name == "hop_pop_us")
+    assert row.total.p50_us == row.total.p99_us == row.total.most_us == 1_000_000
+    lines = [" ".join(line.split()) for line in screen(made, 100, 40).splitlines()]
+    assert any("popped > 1.0 s > 1.0 s 5.8 s" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(

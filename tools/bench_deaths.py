@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mortal
 from bench_common import ROOT, Row, end_on_sigterm, median, print_table, stop_process, write_json
 
 from shmserve.instance_socket import ask, runtime_dir
@@ -83,7 +84,7 @@ class Served:
         self._files = Path(folder) / "shmserve"
         argv = [sys.executable, "-m", "shmserve", "start", "--runner=simulated", "--step-ms=20"]
         argv += [f"--max-num-seqs={num_streams}", f"--instance={self.name}", "--port=0"]
-        self.process = subprocess.Popen(
+        self.process = mortal.start(
             argv,
             env=self._environ,
             stdout=subprocess.PIPE,

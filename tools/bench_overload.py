@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import click
+import mortal
 from bench_common import (
     ROOT,
     Bar,
@@ -63,7 +63,7 @@ class OverloadedServer:
         argv += [f"--max-model-len={CONTEXT}"]
         environ = os.environ | {"XDG_RUNTIME_DIR": str(folder), "PYTHONPATH": str(ROOT)}
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(argv, env=environ, stdout=log, stderr=log)
+            self._process = mortal.start(argv, env=environ, stdout=log, stderr=log)
 
     def __enter__(self) -> OverloadedServer:
         try:

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import mortal
 from bench_common import ROOT, Row, children_of, median, stop_process, wait_for
 from frontend_servers import free_port, still_running
 
@@ -78,7 +79,7 @@ class Server:
         if self._command:
             try:
                 with self._output.open("wb") as output:
-                    self._process = subprocess.Popen(
+                    self._process = mortal.start(
                         self._command,
                         cwd=ROOT,
                         stdin=subprocess.DEVNULL,

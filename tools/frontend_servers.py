@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import mortal
 from bench_common import ROOT, children_of, command_line, pin, stop_process, wait_for
 from frontend_run import EmissionLog
 
@@ -96,7 +97,7 @@ class Server:
 
     def __enter__(self) -> Self:
         with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
+            self._process = mortal.start(
                 self.command(),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -55,7 +55,11 @@ PARTS: Final = (
         table.WORDS.values(),
     ),
     (
-        "## Distributions\n\nLabel `process`. Hops, time between tokens and steps have buckets from 50 us.",
+        "## Distributions\n\nLabel `process`. Hops, time between tokens and steps have buckets from 50 us.\n\n"
+        "While `shmserve_io_uring` is 1, 16 plain tokens or more that come together are sent in one call, and the kernel does not say when each "
+        "was sent. They are taken to have gone one after the other and to have taken equally long: a token's write hop is the call's time by "
+        "their number, and its frame hop the laying out of all of them and the shares of those before it. The last "
+        "token's times are measured, those of the others lie on the line to it.",
         table.HISTOGRAMS.values(),
     ),
     (

@@ -30,7 +30,7 @@ import zmq
 import zmq.asyncio
 
 from shmserve.rings.channel import Ring, RingShape
-from shmserve.wire import TOKEN_SLOT_BYTES, TOKENS_DTYPE, TokenKind
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TOKENS_DTYPE, TokenKind
 
 RING_SLOTS = 16_384  # the server's default
 FIELDS = ("req_id", "token_id", "time_ns", "index", "finish")

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import mortal
 from bench_common import ROOT
 
 DEPLOY: Final = ROOT / "deploy"
@@ -135,7 +136,7 @@ class Instance:
         argv = [sys.executable, "-m", "shmserve", "start", "--runner=simulated"]
         argv += [f"--instance={self.name}", f"--port={self.port}", *self.flags]
         with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(
+            self.process = mortal.start(
                 argv,
                 env=self._environ(),
                 stdout=log,
@@ -267,7 +268,7 @@ class Router:
         else:
             argv = [program, "-db", "-f", self.configuration("haproxy.cfg", workers)]
         with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(
+            self.process = mortal.start(
                 argv, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         return self

@@ -33,7 +33,9 @@ from shmserve.request import SamplingParams
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.token_bytes import TokenBytes
-from shmserve.wire import SUBMIT_SLOT_BYTES, TOKEN_SLOT_BYTES, Submit, TokenKind
+from shmserve.wire.submit import Submit
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TokenKind
 from shmserve.worker.batch import Batch, StepOutput
 from shmserve.worker.engine import Engine
 from shmserve.worker.sampling_state import SamplingState

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import mortal
 from bench_common import ROOT, stop_process
 from overload_run import rss_bytes
 
@@ -112,7 +113,7 @@ class SoakServer:
         argv = [sys.executable, "-m", "shmserve", "start", "--port=0"]
         argv += [f"--instance={self.name}", *flags]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
+            self.process = mortal.start(
                 argv, env=self._environ, stdout=log, stderr=log, start_new_session=True
             )
         self.port = 0

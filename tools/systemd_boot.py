@@ -25,7 +25,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from systemd_checks import CHECKS, MODEL, REPORT, SITE, SOURCE
+from systemd_checks import CHECKS
+from systemd_machine import MODEL, REPORT, SITE, SOURCE
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = "bookworm"
@@ -71,7 +72,7 @@ After=basic.target
 
 [Service]
 Type=oneshot
-Environment=PYTHONPATH={SOURCE} PYTHONDONTWRITEBYTECODE=1
+Environment=PYTHONPATH={SOURCE}:{SOURCE}/tools PYTHONDONTWRITEBYTECODE=1
 ExecStart=/usr/bin/python3 -P {SOURCE}/tools/systemd_checks.py
 ExecStopPost=systemctl --force --no-block exit
 StandardOutput=file:{REPORT}/output

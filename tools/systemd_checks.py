@@ -6,112 +6,38 @@ as root of a machine on which nothing else runs.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
 
-PATIENCE_S: Final = 60.0
-SOURCE: Final = "/opt/shmserve/source"
-SITE: Final = "/opt/shmserve/site-packages"
-MODEL: Final = "/opt/shmserve/model.gguf"
-REPORT: Final = "/opt/shmserve/report"
-PYTHON = ["/usr/bin/python3", "-P", "-m", "shmserve"]
-PORT = 8000
-UNIT = "shmserve.service"
-START_OPTIONS: Final = (
-    *("--port", str(PORT), "--runner", "simulated", "--model", MODEL),
-    *("--step-ms", "20", "--drain-timeout", "20", "--hang-timeout", "60"),
+from systemd_machine import (
+    PORT,
+    PYTHON,
+    REPORT,
+    START_OPTIONS,
+    UNIT,
+    ask,
+    complete,
+    install,
+    is_active,
+    is_serving,
+    journal,
+    main_pid,
+    pid_of,
+    restart_with,
+    run,
+    segments,
+    show,
+    status,
+    until,
 )
-
-
-def run(*argv: str, check: bool = True) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
-    if check and done.returncode:
-        raise AssertionError(f"{' '.join(argv)}: {done.returncode}: {done.stderr or done.stdout}")
-    return done.stdout
-
-
-def show(unit: str = UNIT) -> dict[str, str]:
-    text = run(
-        "systemctl", "show", unit, "-p", "ActiveState,SubState,StatusText,MainPID,NRestarts,Result"
-    )
-    return dict(line.split("=", 1) for line in text.splitlines())
-
-
-def until(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    deadline = time.monotonic() + patience_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain: {what}; {show()}"
-        time.sleep(0.05)
-    return value
-
-
-def ask(method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-    """(status, body); (0, b"") if nobody listens."""
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=PATIENCE_S)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request(method, path, json.dumps(body) if body else None, headers)
-        response = connection.getresponse()
-        return response.status, response.read()
-    except (ConnectionError, http.client.HTTPException):
-        return 0, b""
-    finally:
-        connection.close()
-
-
-def complete(num_tokens: int, stream: bool = False) -> tuple[int, bytes]:
-    fields = {"prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True, "stream": stream}
-    return ask("POST", "/v1/completions", fields)
-
-
-def status() -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(run(*PYTHON, "status", "--json"))
-    return answer
-
-
-def pid_of(role: str) -> int:
-    return next(int(row["pid"]) for row in status()["children"] if row["role"] == role)
-
-
-def segments() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if name.startswith("shmserve.")]
-
-
-def is_active() -> bool:
-    return show()["ActiveState"] == "active"
-
-
-def is_serving() -> bool:
-    return is_active() and ask("GET", "/ready")[0] == 200
-
-
-def main_pid() -> int:
-    return int(show()["MainPID"])
-
-
-def install(*more_options: str, drop_in: str = "") -> None:
-    """Write the units that the command prints."""
-    folder = Path("/etc/systemd/system")
-    options = (*START_OPTIONS, *more_options)
-    (folder / UNIT).write_text(run(*PYTHON, "unit", *options))
-    (folder / "shmserve.socket").write_text(run(*PYTHON, "unit", "--socket", *options))
-    extra = folder / f"{UNIT}.d"
-    shutil.rmtree(extra, ignore_errors=True)
-    if drop_in:
-        extra.mkdir()
-        (extra / "test.conf").write_text(drop_in)
-    run("systemctl", "daemon-reload")
 
 
 def units_are_accepted() -> str:
@@ -188,9 +114,7 @@ def supervisor_is_restarted() -> str:
 
 def watchdog_ends_what_hangs(role: str) -> str:
     """`role` is stopped; longer than the watchdog allows, shorter than the supervisor would wait itself."""
-    install(drop_in="[Service]\nWatchdogSec=4\n")
-    run("systemctl", "restart", UNIT)
-    until(is_serving, "service")
+    restart_with("[Service]\nWatchdogSec=4\n")
     old = main_pid()
     children = [int(row["pid"]) for row in status()["children"]]
     began = time.monotonic()
@@ -199,8 +123,7 @@ def watchdog_ends_what_hangs(role: str) -> str:
     took_s = time.monotonic() - began
     until(lambda: main_pid() not in (0, old) and is_serving(), "the restart")
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
-    journal = run("journalctl", "-u", UNIT, "-o", "cat", "--no-pager", check=False)
-    assert "Watchdog timeout" in journal, journal[-2000:]
+    assert "Watchdog timeout" in journal(), journal()[-2000:]
     assert complete(3)[0] == 200
     return f"ended after {took_s:.1f} s"
 
@@ -231,16 +154,12 @@ def compiled_code_is_loaded_from_the_cache_only() -> str:
     """As the CPU kernels are: a file in the cache directory, made at run time, inside everything that hardens the unit."""
     script = Path("/opt/shmserve/loads.py")
     script.write_text(LOADS_FROM_CACHE)
-    install(drop_in=f"[Service]\nExecStartPre=/usr/bin/python3 {script}\n")
-    run("systemctl", "restart", UNIT)
-    assert is_serving()
+    restart_with(f"[Service]\nExecStartPre=/usr/bin/python3 {script}\n")
     return "a file is mapped, memory that is writable and executable is refused"
 
 
 def stop_drains_and_leaves_nothing() -> str:
-    install()
-    run("systemctl", "restart", UNIT)
-    until(is_serving, "service")
+    restart_with("")
     answers: list[tuple[int, bytes]] = []
     thread = threading.Thread(target=lambda: answers.append(complete(150, stream=True)))
     thread.start()
@@ -256,8 +175,7 @@ def stop_drains_and_leaves_nothing() -> str:
     assert show()["Result"] == "success", show()
     assert segments() == []
     assert not os.path.exists("/run/shmserve/shmserve")
-    journal = run("journalctl", "-u", UNIT, "-o", "cat", "--no-pager", check=False)
-    assert "ended; 0 requests were cut" in journal, journal[-2000:]
+    assert "ended; 0 requests were cut" in journal(), journal()[-2000:]
     return "the stream in flight came to its end"
 
 

@@ -38,12 +38,9 @@ def _objectives(text: str) -> Any:
     return Objectives.parse(text)
 
 
-def _rates(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _each(kind: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """What is between the commas."""
+    return lambda text: tuple(kind(part) for part in text.split(","))
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -59,14 +56,14 @@ _OPTIONS = (
         "--rate",
         "rates",
         default="",
-        callback=_parsed(_rates),
+        callback=_parsed(_each(float)),
         help="Requests per second, arriving at random (Poisson), whatever comes back. 1,2,4: a sweep.",
     ),
     click.option(
         "--concurrency",
         "sizes",
         default="",
-        callback=_parsed(_sizes),
+        callback=_parsed(_each(int)),
         help="Clients, each sends its next request when its last has ended. 1,8,64: a sweep.",
     ),
     click.option(

@@ -17,14 +17,17 @@ from shmserve.http.in_flight import InFlight
 
 if TYPE_CHECKING:
     from shmserve.http.detokenizer import Pieces, TextStream
+    from shmserve.http.logprob_frames import LogprobFrames
+    from shmserve.http.logprob_send import LogprobPath
 
 
 class ChoiceFormat(Protocol):
     """How one choice looks on the wire: whole SSE events as bytes."""
 
     @property
-    def around_text(self) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the JSON-escaped text of a delta, if that is all that changes; else None."""
+    def around_text(self) -> tuple[bytes, bytes] | LogprobFrames | None:
+        """What stands before and behind the JSON-escaped text of a delta, if that is all that changes; where the token's logprobs do,
+        too, what puts them together; else None."""
 
     def opening(self) -> bytes:
         """Events before the first text."""
@@ -57,12 +60,13 @@ class Choice:
         self.pieces = pieces
         self.format = fmt
         self.is_open = True
-        self.direct: Direct | None = None  # made when the pump may first write
+        self.direct: Direct | LogprobPath | None = None  # made when the pump may first write
         # For a congested client, without an object per token: what waits is as large as it is counted.
         self.waiting_text = bytearray()
         self.waiting_ids = array("i")
         self.num_unwritten = 0  # tokens that came since the newest frame
         self.framed_ns = 0  # when the newest of them was ready for a frame
+        self.held_ns = 0  # when the first of those was that wait, or have waited, for a congested client; 0: none
         self.has_events = False  # made, and not yet noted as written
 
     def take(self) -> list[tuple[str, list[int]]]:
@@ -75,9 +79,10 @@ class Choice:
             has_text = not (entry.was_stop_token and i == last)
             taken.append((self.text.feed(token_id) if has_text else "", [token_id]))
         self.num_unwritten += len(taken)  # one token each
-        self.framed_ns = time.monotonic_ns()
-        if entry.timing is not None:
-            entry.timing.framed(self.framed_ns)
+        if taken:
+            self.framed_ns = time.monotonic_ns()
+            if entry.timing is not None:
+                entry.timing.framed(self.framed_ns)
         return taken
 
     def closing(self) -> bytes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +40,8 @@ from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel
 from shmserve.rings.policy import Dropping
 from shmserve.rings.spsc import RingProtocolError
-from shmserve.wire import Submit, SubmitKind, pack_control, pack_submit
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import SubmitKind, pack_control
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +141,12 @@ class WorkerLink:
             if rings.submit_policy == "coalesce":
                 # It waits in the table's entry: the table bounds how many, and an abort before it is written undoes it.
                 self._writer.keep(entry.req_id, record)
+                entry.is_submitted = not self._writer.pending_of(entry.req_id)
                 self._watch_credits(True)
                 return
-            if rings.submit_policy == "block" and await self._wait_for_room(record, num_slots):
+            if rings.submit_policy == "block" and await self._wait_for_room(
+                entry, record, num_slots
+            ):
                 entry.is_submitted = True
                 return
         except RingProtocolError as error:
@@ -157,14 +162,16 @@ class WorkerLink:
             retry_after_s=1,
         )
 
-    async def _wait_for_room(self, record: bytes, num_slots: int) -> bool:
-        """Wait, first come first served, until the record is written or the deadline is over."""
+    async def _wait_for_room(self, entry: InFlight, record: bytes, num_slots: int) -> bool:
+        """Wait, first come first served, until the record is written or the deadline is over. Raises the entry's error if it ends first."""
         deadline = time.monotonic() + self._client.rings.submit_deadline_s
         channel, turn = self.channel, Signal()
         self._waiters.append(turn)
         self._watch_credits(True)
         try:
             while True:
+                if entry.error is not None:  # withdrawn
+                    raise entry.error
                 if self._waiters[0] is turn and self._writer.try_unit(record, num_slots):
                     return True
                 left = deadline - time.monotonic()
@@ -174,6 +181,7 @@ class WorkerLink:
                 if self.channel is not channel:  # `close` has emptied the queue
                     raise worker_died("it is restarting")
         finally:
+            turn.close()
             if self.channel is channel:
                 self._waiters.remove(turn)
                 self._wake_first()
@@ -202,7 +210,13 @@ class WorkerLink:
 
     def withdraw(self, entry: InFlight) -> bool:
         """Take back a SUBMIT that still waits outside the ring; True if it was."""
-        return not entry.is_submitted and self._writer.cancel(entry.req_id) > 0
+        if entry.is_submitted:
+            return False
+        if self._client.rings.submit_policy == "coalesce":
+            return self._writer.cancel(entry.req_id) > 0
+        for waiter in self._waiters:  # one of them is its own, and finds its error
+            waiter.set()
+        return True
 
     def _watch_credits(self, wanted: bool) -> None:
         if wanted == self._is_watching or self.channel is None:
@@ -222,10 +236,12 @@ class WorkerLink:
             self._watch_credits(False)
             self.break_off(str(error))
             return
-        waiting = set(self._writer.pending_keys)
-        for req_id, entry in self.in_flight.items():
-            if not entry.is_submitted and req_id not in waiting:
-                entry.is_submitted = True
+        if self._client.rings.submit_policy == "coalesce":
+            waiting = set(self._writer.pending_keys)
+            for req_id, entry in self.in_flight.items():
+                if not entry.is_submitted and req_id not in waiting:
+                    entry.is_submitted = True
+                    self._client.was_written(entry)
         self._wake_first()
         self._watch_credits(self._writer.is_starved or bool(self._waiters))
 
@@ -248,6 +264,7 @@ def _note_nothing(entry: InFlight) -> None:
 
 MOST_TOKEN_IDS = 1 << 31
 EVICTION_RANK = REQUEST_COLUMNS.index("eviction_rank")
+_IS_BEHIND = operator.attrgetter("is_behind")
 
 
 def _tell_nobody(worker: int, epoch: int, fault: str) -> None:
@@ -292,7 +309,7 @@ class WorkerClient:
 
     def is_behind(self) -> bool:
         """True while announced token records wait for this event loop."""
-        return any(link.is_behind for link in self.links.values())
+        return any(map(_IS_BEHIND, self.links.values()))  # asked in each turn of a busy loop
 
     def note_refusal(self, reason: str) -> None:
         """Count it; `reason` is one of boards.REFUSALS."""
@@ -359,9 +376,15 @@ class WorkerClient:
         except BaseException:
             self.forget(entry)
             raise
+        if entry.is_submitted:
+            self.was_written(entry)
+        return entry
+
+    def was_written(self, entry: InFlight) -> None:
+        """Its SUBMIT is in the ring: from now on the other front ends may send it away."""
+        party = entry.party
         if party is not None and party.may_be_evicted and not entry.is_over:
             self.show_rank(entry, eviction_rank(party.priority))
-        return entry
 
     def _enter(self, link: WorkerLink, index: int, signal: Signal, arrival_ns: int) -> InFlight:
         """A new entry of the table. Raises ApiError (503) if it has no place."""

@@ -82,6 +82,7 @@ class Congestion:
         """Tokens for a congested client."""
         assert self._backlog is not None
         encoded = text.encode()
+        choice.held_ns = choice.held_ns or choice.framed_ns
         choice.waiting_text += encoded
         choice.waiting_ids.extend(token_ids)
         size = len(encoded) + ID_BYTES * len(token_ids)

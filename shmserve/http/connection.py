@@ -52,6 +52,7 @@ class Connection(web.RequestHandler):
             server,
             loop=loop,
             keepalive_timeout=config.idle_timeout_s,
+            tcp_keepalive=False,  # the listening socket has it, and its connections with it
             lingering_time=min(MOST_LINGERING_S, config.request_timeout_s),
             access_log=None,  # type: ignore[arg-type]  # its own runner passes None as well
             max_line_size=MOST_LINE_BYTES,
@@ -85,6 +86,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._occupancy.num_open += 1
+        self._occupancy.num_beginning -= 1
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:

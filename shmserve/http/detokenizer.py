@@ -9,15 +9,23 @@ then. Front end only.
 from __future__ import annotations
 
 import codecs
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Final
 
 import msgspec
 
+from shmserve.stop import ClearTexts, StopMatcher
 from shmserve.stop_regex import stop_scan
 from shmserve.token_text import Decoding, TokenText
-from shmserve.wire import KEEP_ALL
+from shmserve.wire.finish import KEEP_ALL
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 _encode = msgspec.json.encode
+
+MOST_STOP_SETS: Final = 32
+MOST_CLEAR_PIECES: Final = 4_096
+"""Of one set: a quarter of a MiB of places and numbers; the texts are `Pieces.direct`'s."""
 
 
 def escape_separators(data: bytes) -> bytes:
@@ -43,6 +51,29 @@ def _piece(data: bytes) -> bytes:
         return b""
 
 
+class ClearPieces(dict[int, bytes]):
+    """Token id -> its piece, empty where it touches a stop string; filled as tokens are seen, so that a new set of stops costs nothing
+    at once. At most MOST_CLEAR_PIECES, then it begins anew. An id outside the vocabulary is an IndexError, as in a list."""
+
+    __slots__ = ("_direct", "_raw", "_texts")
+
+    def __init__(
+        self, direct: list[bytes], raw: Callable[[int], bytes], stops: tuple[bytes, ...]
+    ) -> None:
+        self._direct = direct
+        self._raw = raw
+        self._texts = ClearTexts(stops)
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self._direct[token_id]
+        if piece and not self._texts.has(self._raw(token_id)):
+            piece = b""
+        if len(self) >= MOST_CLEAR_PIECES:
+            self.clear()
+        self[token_id] = piece
+        return piece
+
+
 class Pieces:
     """Token id -> its text, JSON-escaped, for tokens that are whole characters by themselves (`direct`).
 
@@ -50,7 +81,7 @@ class Pieces:
     tokens are first seen, a large vocabulary would keep a busy front end on the slow path for minutes.
     """
 
-    __slots__ = ("_bytes", "_decoding", "_silent", "direct", "longest")
+    __slots__ = ("_bytes", "_clear", "_decoding", "_silent", "direct", "longest", "tables")
 
     def __init__(
         self,
@@ -61,6 +92,8 @@ class Pieces:
         self._bytes = token_bytes
         self._decoding = decoding
         self._silent = silent_ids
+        self.tables: dict[Hashable, Any] = {}  # made of these pieces by others, and shared by all
+        self._clear: OrderedDict[tuple[bytes, ...], ClearPieces] = OrderedDict()
         self.direct = [_piece(data) for data in token_bytes]
         self.longest = max(map(len, self.direct), default=0)
         for token_id in silent_ids:
@@ -70,17 +103,34 @@ class Pieces:
         """The token's bytes as they count in the text; nothing for a special token that is skipped."""
         return b"" if token_id in self._silent else self._bytes[token_id]
 
+    def clear_of(self, stops: tuple[bytes, ...]) -> ClearPieces:
+        """Those of `direct` that a stream with these stop strings may write while it holds nothing. The newest sets are kept."""
+        pieces = self._clear.get(stops)
+        if pieces is None:
+            pieces = self._clear[stops] = ClearPieces(self.direct, self.raw, stops)
+            if len(self._clear) > MOST_STOP_SETS:
+                self._clear.popitem(last=False)
+        else:
+            self._clear.move_to_end(stops)
+        return pieces
+
     def token_text(self) -> TokenText | None:
         """One completion's bytes, where `raw` alone does not give them."""
         return self._decoding.open(self.raw)
 
 
 class TextStream:
-    """The text of one completion, token by token. `stop` and `min_tokens` are those that the worker decides with."""
+    """The text of one completion, token by token. `stop`, `min_tokens` and `keeps_stop` (the match is text) are those that the worker
+    decides with.
+
+    Tokens that change nothing here may be written past it while `is_plain`, if `pass_by` was called first."""
 
     __slots__ = (
         "_decoder",
         "_held",
+        "_is_counted",
+        "_keep",
+        "_keeps_stop",
         "_matcher",
         "_min_tokens",
         "_num_bytes",
@@ -96,8 +146,12 @@ class TextStream:
         stop: tuple[bytes, ...] = (),
         min_tokens: int = 0,
         stop_regex: tuple[str, ...] = (),
+        keeps_stop: bool = False,
     ) -> None:
         self._pieces = pieces
+        self._keeps_stop = keeps_stop
+        self._keep = 0  # of the held text, if it ends in a match
+        self._is_counted = True  # no token was written past us
         self._source = pieces.token_text()
         self._decoder = _new_decoder("replace")
         self._matcher = stop_scan(stop, stop_regex)
@@ -109,10 +163,26 @@ class TextStream:
 
     @property
     def is_plain(self) -> bool:
-        """True when the next token's piece may go out as it is: nothing is held, and nothing could be."""
+        """True when the next token's piece may go out as it is, if it is one of `plain_pieces`: nothing is held."""
         if self._source is not None and not self._source.is_settled:
             return False
-        return self._matcher is None and not self._decoder.getstate()[0]
+        if self._matcher is not None and (
+            self._held
+            or self._num_tokens < self._min_tokens
+            or not isinstance(self._matcher, StopMatcher)  # a regex may begin anywhere
+        ):
+            return False
+        return not self._decoder.getstate()[0]
+
+    def plain_pieces(self) -> list[bytes] | dict[int, bytes]:
+        """The pieces of those tokens that may be written past it while it `is_plain`."""
+        if isinstance(self._matcher, StopMatcher):
+            return self._pieces.clear_of(self._matcher.stops)
+        return self._pieces.direct
+
+    def pass_by(self) -> None:
+        """From here on tokens come that it is not fed. What it is fed then stands behind bytes that nobody counted."""
+        self._is_counted = False
 
     def feed(self, token_id: int) -> str:
         """The text that `token_id` releases; often its own, sometimes none, sometimes what was held before it."""
@@ -129,6 +199,7 @@ class TextStream:
             end = len(text) - (matcher.num_bytes - match.end)
             start = max(0, end - (match.end - match.start))
             self.matched_text = text[start:end].decode("utf-8", "replace")
+            self._keep = match.end - match.start if self._keeps_stop else 0
         # From the beginning of a match on, it is the FINISH record that says what is kept.
         hold = matcher.num_bytes - match.start if match is not None else matcher.held()
         cut = len(text) - hold
@@ -142,6 +213,8 @@ class TextStream:
         if self._source is not None:
             text += self._source.finish()
         if keep_bytes != KEEP_ALL:
-            text = text[: max(0, keep_bytes - self._num_bytes)]
+            # Both sides have found the same match, and the held text begins with it.
+            keep = keep_bytes - self._num_bytes if self._is_counted else self._keep
+            text = text[: max(0, keep)]
         self._held = b""
         return self._decoder.decode(text, final=True)

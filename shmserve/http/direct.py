@@ -8,22 +8,27 @@ streams, each object touched per token is a cache miss or three. Event loop's th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
 from shmserve.http.uring import address_of
 
+if TYPE_CHECKING:
+    from shmserve.http.logprob_send import LogprobPath
+
 MOST_CHUNK_BYTES: Final = 4_096
 SIZE_LINES: Final = [b"%x\r\n" % size for size in range(MOST_CHUNK_BYTES)]
 _NO_LINES: Final = [b""] * MOST_CHUNK_BYTES
 
+PiecesById: TypeAlias = list[bytes] | dict[int, bytes]
+"""Empty, or IndexError, where a token is not the pump's to write."""
 Direct: TypeAlias = tuple[
     list[bytes],
     int,
     bytes,
     bytes,
-    list[bytes],
+    PiecesById,
     Callable[[bytes], int],
     Callable[[bytes, int], None],
     "Row | None",
@@ -32,22 +37,25 @@ Direct: TypeAlias = tuple[
 takes over a frame that was not sent whole, with what was sent of it (-1: the connection is broken); the same for
 frames that are sent together (step_send.py), None where they may not be."""
 
-Row: TypeAlias = tuple[int, int, int, int, int, int, int]
-"""Descriptor; bytes around a piece; where what is before it lies, and its size; the same of what is behind; 1 if chunked, else 0."""
+Row: TypeAlias = tuple[int, int, int, int, int, int, int, int]
+"""Descriptor; bytes around a piece; where what is before it lies, and its size; the same of what is behind; 1 if chunked, else 0;
+1 if its pieces leave out some of those that most streams write."""
 ROWS: Final = np.dtype(
     {
-        "names": ["fd", "around", "front_at", "front_size", "back_at", "back_size", "is_chunked"],
-        "formats": ["<i4", "<i4", "<u8", "<u4", "<u8", "<u4", "<u4"],
+        "names": [
+            "fd", "around", "front_at", "front_size", "back_at", "back_size", "is_chunked", "is_picky",
+        ],
+        "formats": ["<i4", "<i4", "<u8", "<u4", "<u8", "<u4", "<u4", "<u4"],
     },
     align=True,
-)
+)  # fmt: skip
 
 
 def direct_path(
     before: bytes,
     after: bytes,
     is_chunked: bool,
-    pieces: list[bytes],
+    pieces: PiecesById,
     longest_piece: int,
     send: Callable[[bytes], int],
     spill: Callable[[bytes, int], None],
@@ -70,6 +78,7 @@ def direct_path(
             address_of(after),
             len(after),
             is_chunked,
+            isinstance(pieces, dict),
         )
     return (lines, fixed, before, after, pieces, send, spill, row)
 
@@ -86,6 +95,10 @@ class DirectTable:
         self.written_ns = np.zeros(size, np.int64)  # of the newest frame
         self.rows = np.zeros(size, ROWS)  # `fd` is -1 where frames must go one by one
         self.rows["fd"] = -1
+        # Of streams with logprobs, whose place in `paths` is empty.
+        self.logprob_paths: list[LogprobPath | None] = [None] * size
+        self.has_logprobs = np.zeros(size, np.bool_)
+        self.num_logprob_paths = 0
 
     def enter(self, req_id: int, slot: int) -> None:
         """The place `slot` is `req_id`'s from here on."""
@@ -93,8 +106,16 @@ class DirectTable:
         self.lead(slot, None)
         self.written_ns[slot] = 0
 
-    def lead(self, slot: int, path: Direct | None) -> None:
+    def lead(self, slot: int, path: Direct | LogprobPath | None) -> None:
         """Plain tokens of this place go this way from now on; None: not by the pump."""
+        logprob_path = None
+        if path is not None and not isinstance(path, tuple):
+            logprob_path, path = path, None
+        if logprob_path is not self.logprob_paths[slot]:
+            is_there = logprob_path is not None
+            self.num_logprob_paths += is_there - (self.logprob_paths[slot] is not None)
+            self.logprob_paths[slot] = logprob_path
+            self.has_logprobs[slot] = is_there
         self.paths[slot] = path
         row = path[-1] if path is not None else None
         if row is not None:

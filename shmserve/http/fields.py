@@ -6,6 +6,7 @@ send and then complains about it. Pure functions; front end only.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +60,13 @@ def decode(
     except RecursionError:
         raise ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json") from None
     refuse_unsupported(parsed, raw, unsupported)
-    return parsed, sorted(raw.keys() - set(schema.__struct_fields__))
+    known = _fields_of(schema)
+    return parsed, sorted([name for name in raw if name not in known])
+
+
+@functools.cache
+def _fields_of(schema: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(schema.__struct_fields__)
 
 
 def in_range(

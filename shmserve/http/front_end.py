@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
+from msgspec.structs import replace
 
 from shmserve.config import Config
 from shmserve.http import fields
@@ -136,8 +138,7 @@ class FrontEnd:
         return limit - num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """One completion to generate. `params` holds its own seed."""
 
     prompt_ids: npt.NDArray[np.int32]
@@ -236,6 +237,7 @@ class Generation:
             )
 
     def _release(self) -> None:
+        self.signal.close()
         if self._overdue is not None:
             self._overdue.stop()
         if self._party is not None:
@@ -291,7 +293,13 @@ class Generation:
 
     def text_stream(self, index: int) -> TextStream:
         params = self.wanted[index].params
-        text = TextStream(self.pieces(index), params.stop, params.min_tokens, params.stop_regex)
+        text = TextStream(
+            self.pieces(index),
+            params.stop,
+            params.min_tokens,
+            params.stop_regex,
+            params.include_stop,
+        )
         self.entries[index].text = text
         return text
 

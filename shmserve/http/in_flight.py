@@ -6,17 +6,19 @@ The pump writes it, the handler reads it, both on the event loop. It is forgotte
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shmserve.http.direct import Direct, DirectTable
 from shmserve.http.errors import ApiError
 from shmserve.http.logprobs import LogprobLog
-from shmserve.wire import FinishRecord
+from shmserve.wire.finish import FinishRecord
 
 if TYPE_CHECKING:
     from shmserve.http.client import WorkerLink
     from shmserve.http.detokenizer import TextStream
+    from shmserve.http.logprob_send import LogprobPath
     from shmserve.http.timing import TokenTimes
     from shmserve.http.waiting_line import Party
 
@@ -24,11 +26,13 @@ if TYPE_CHECKING:
 class Signal:
     """Wakes the one handler task that waits for any of its requests. Level-triggered: `set` before `wait` is not lost."""
 
-    __slots__ = ("_future", "_is_set")
+    __slots__ = ("_due", "_future", "_is_set", "_timer")
 
     def __init__(self) -> None:
         self._future: asyncio.Future[None] | None = None
         self._is_set = False
+        self._due = math.inf  # when the wait is over that is on now, or was the last
+        self._timer: asyncio.TimerHandle | None = None
 
     def set(self) -> None:
         self._is_set = True
@@ -39,21 +43,38 @@ class Signal:
         """Wait until set, or `timeout_s` is over; True if it was set. Clears it."""
         if not self._is_set:
             loop = asyncio.get_running_loop()
-            self._future = future = loop.create_future()
-            timer = None if timeout_s is None else loop.call_later(timeout_s, _resolve, future)
+            self._due = math.inf if timeout_s is None else loop.time() + timeout_s
+            if self._timer is None or self._due < self._timer.when():
+                self._arm()
+            self._future = loop.create_future()
             try:
-                await future
+                await self._future
             finally:
                 self._future = None
-                if timer is not None:
-                    timer.cancel()
         was_set, self._is_set = self._is_set, False
         return was_set
 
+    def _arm(self) -> None:
+        """One timer for wait after wait: to make one and to cancel it takes longer than to be woken by it once too often."""
+        self.close()
+        if self._due < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(self._due, self._look)
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+    def _look(self) -> None:
+        assert self._timer is not None, "it calls this"
+        is_over, self._timer = self._due <= self._timer.when(), None
+        if self._future is None or self._future.done():
+            return
+        if is_over:
+            self._future.set_result(None)
+        else:
+            self._arm()
+
+    def close(self) -> None:
+        """Nobody waits any more: no timer is left."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class InFlight:
@@ -142,11 +163,11 @@ class InFlight:
         return self._slot
 
     @property
-    def direct(self) -> Direct | None:
-        return self._table.paths[self._slot]
+    def direct(self) -> Direct | LogprobPath | None:
+        return self._table.paths[self._slot] or self._table.logprob_paths[self._slot]
 
     @direct.setter
-    def direct(self, path: Direct | None) -> None:
+    def direct(self, path: Direct | LogprobPath | None) -> None:
         if self._table.owner[self._slot] == self.req_id:  # else its place is another's already
             self._table.lead(self._slot, path)
 

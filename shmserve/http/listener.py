@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 from typing import Final
 
 from aiohttp import web
@@ -25,8 +24,8 @@ log = logging.getLogger(__name__)
 RETRY_ACCEPT_S: Final = 1.0
 """How long nobody is accepted after the descriptors ran out."""
 
-MOST_HANDSHAKES: Final = 1_024
-"""TLS clients that may be beginning at once; more wait in the kernel's backlog. Each has HANDSHAKE_TIMEOUT_S at most."""
+MOST_BEGINNING: Final = 1_024
+"""Clients that may be beginning at once; more wait in the kernel's backlog. One with TLS has HANDSHAKE_TIMEOUT_S at most."""
 
 CLOSE_NOTIFY_S: Final = 5.0
 """How long a TLS connection that we close waits for its client to say so too."""
@@ -50,72 +49,94 @@ class Listener:
         self._connect = connections(server, config, occupancy)
         self._occupancy = occupancy
         self._tls = server_context(config)
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._beginning: set[asyncio.Task[None]] = set()
         self._sock = sock
         self._turnstile = turnstile
         self._loop = asyncio.get_running_loop()
-        self._accepting: asyncio.Task[None] | None = None
+        self._has_asked = False  # for a turn
+        self._is_paused = False
+        self._retry: asyncio.TimerHandle | None = None
         self._is_closed = False
         bound_kernel_share(sock, config.slow_client_seconds)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit it
         sock.setblocking(False)
         sock.listen(config.backlog)
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     def _on_readable(self) -> None:
-        self._loop.remove_reader(
-            self._sock.fileno()
-        )  # level-triggered: until this one has had its turn
-        self._accepting = self._loop.create_task(self._accept())
+        # Said again in each turn of the loop until it has had its own, and the loop does not sleep meanwhile: to stop it from
+        # being said would be two system calls a connection.
+        if not self._has_asked:
+            self._has_asked = True
+            self._turnstile.begin(self._accept)
 
-    async def _accept(self) -> None:
-        await self._turnstile.turn(has_tokens=False, is_connection=True)
+    def _accept(self) -> None:
+        self._has_asked = False
+        if self._is_closed:
+            return
         try:
             connection, _ = self._sock.accept()
-            connection.setblocking(False)
-            if not self._occupancy.has_room(len(self._handshakes)):
-                self._occupancy.turn_away(connection, in_clear=self._tls is None)
-            elif self._tls is None:
-                await self._loop.connect_accepted_socket(self._connect, connection)
-            else:
-                self._shake_hands(connection, self._tls)
         except (BlockingIOError, ConnectionError) as error:
             log.debug("a connection was gone before it was accepted: %s", error)
+            return
         except OSError as error:
             log.error("no connection can be accepted: %s", error)
-            await asyncio.sleep(RETRY_ACCEPT_S)
-        if not self._is_closed and len(self._handshakes) < MOST_HANDSHAKES:
-            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+            self._retry = self._loop.call_later(RETRY_ACCEPT_S, self._retry_now)
+            self._pause()
+            return
+        connection.setblocking(False)
+        if not self._occupancy.has_room():
+            self._occupancy.turn_away(connection, in_clear=self._tls is None)
+            return
+        self._occupancy.num_beginning += 1  # until its connection is made
+        task = self._loop.create_task(self._begin(connection))
+        self._beginning.add(task)
+        task.add_done_callback(self._has_begun)
+        if len(self._beginning) >= MOST_BEGINNING:
+            self._pause()
 
-    def _shake_hands(self, connection: socket.socket, tls: ssl.SSLContext) -> None:
-        """Let a client begin TLS at its own pace, beside others: a slow one must not keep them from being accepted."""
-
-        async def shake() -> None:
-            try:
+    async def _begin(self, connection: socket.socket) -> None:
+        """Let a client begin, TLS at its own pace, beside others: a slow one must not keep them from being accepted."""
+        try:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(self._connect, connection)
+            else:
                 await self._loop.connect_accepted_socket(
                     self._connect,
                     connection,
-                    ssl=tls,
+                    ssl=self._tls,
                     ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
                     ssl_shutdown_timeout=CLOSE_NOTIFY_S,
                 )
-            except OSError as error:  # ssl.SSLError and a timeout are ones
-                log.debug("a client could not begin TLS: %s", error)
+        except OSError as error:  # ssl.SSLError and a timeout are ones
+            self._occupancy.num_beginning -= 1
+            log.debug("a client could not begin: %s", error)
 
-        task = self._loop.create_task(shake())
-        self._handshakes.add(task)
-        task.add_done_callback(self._after_handshake)
+    def _has_begun(self, task: asyncio.Task[None]) -> None:
+        self._beginning.discard(task)
+        if self._is_paused:
+            self._go_on()
 
-    def _after_handshake(self, task: asyncio.Task[None]) -> None:
-        was_full = len(self._handshakes) >= MOST_HANDSHAKES
-        self._handshakes.discard(task)
-        if was_full and not self._is_closed:
+    def _retry_now(self) -> None:
+        self._retry = None
+        self._go_on()
+
+    def _pause(self) -> None:
+        self._is_paused = True
+        self._loop.remove_reader(self._sock.fileno())
+
+    def _go_on(self) -> None:
+        is_full = len(self._beginning) >= MOST_BEGINNING
+        if not (is_full or self._is_closed or self._retry is not None):
+            self._is_paused = False
             self._loop.add_reader(self._sock.fileno(), self._on_readable)
 
     def close(self) -> None:
         """Accept nobody any more."""
         self._is_closed = True
         self._loop.remove_reader(self._sock.fileno())
-        for task in (self._accepting, *self._handshakes):
-            if task is not None:
-                task.cancel()
+        for task in self._beginning:
+            task.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         self._sock.close()

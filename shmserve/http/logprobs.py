@@ -12,14 +12,14 @@ from __future__ import annotations
 import codecs
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 from shmserve.http.detokenizer import Pieces
 from shmserve.token_text import TokenText
-from shmserve.wire import FLAG_RUN
+from shmserve.wire.logprobs import FLAG_RUN
 
+T = TypeVar("T")
 FLOOR: Final = -9999.0
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 _IDS: Final = struct.Struct("<8i")
@@ -28,8 +28,7 @@ _PAIRS: Final = struct.Struct("<12i12f")
 _INDEX: Final = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """One generated (or prompt) token; `top` are the most likely at its place, best first. `logprob` None: it has none."""
 
     token_id: int
@@ -113,6 +112,14 @@ class TokenTexts:
         """One text's bytes, where `raw` alone does not give them."""
         return self._pieces.token_text()
 
+    def shared(self, kind: Callable[[TokenTexts], T]) -> T:
+        """The table of this kind that all texts of these pieces share."""
+        key = (kind, self._all)
+        table: T | None = self._pieces.tables.get(key)
+        if table is None:
+            table = self._pieces.tables[key] = kind(self)
+        return table
+
     def name(self, token_id: int) -> str:
         """For people; U+FFFD where it is part of a character."""
         return self._all.raw(token_id).decode("utf-8", "replace")
@@ -183,6 +190,12 @@ class CompletionLogprobs:
         self._source = self._texts.token_text()
         self._decoder = _new_decoder("replace")
         self._offset = offset
+
+    def pass_text(self, num_characters: int) -> int:
+        """A token of so many whole characters comes, which is not given to `of`: the offset of its text."""
+        offset = self._offset
+        self._offset += num_characters
+        return offset
 
     def of(self, tokens: Sequence[TokenLogprob], *, has_top: bool) -> dict[str, Any]:
         names, offsets, tops = [], [], []

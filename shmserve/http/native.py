@@ -6,11 +6,11 @@ stream of n tokens costs n^2 / 2 of them in bytes), or only what is new with `in
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from shmserve.http import fields
 from shmserve.http.choice import Choice
@@ -21,6 +21,7 @@ from shmserve.http.logprobs import TokenTexts
 from shmserve.http.native_answer import NativeAnswer
 from shmserve.http.openai.endpoints import MOST_CHOICES, prompts_of, response_headers
 from shmserve.http.openai.formats import DoneStream
+from shmserve.http.openai.schemas import Drawn
 from shmserve.http.slow_client import rules_of
 from shmserve.http.stream import SseStream
 from shmserve.request import SamplingParams
@@ -28,35 +29,23 @@ from shmserve.request import SamplingParams
 MAX_NEW_TOKENS: Final = 128  # SGLang's default
 
 
-class NativeSampling(msgspec.Struct):
+class NativeSampling(Drawn):
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     n: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
+    stop: str | list[str] | None = None
     no_stop_trim: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    num_speculative_tokens: int | None = None
     sampling_seed: int | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    # Named, and not yet honoured.
-    stop_regex: str | list[str] | None = None
     json_schema: Any = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: Any = None
-    beam_width: int | None = None
     stream_interval: int | None = None
+    # Named, and not honoured.
+    beam_width: int | None = None
     spaces_between_special_tokens: bool | None = None
     custom_params: Any = None
 

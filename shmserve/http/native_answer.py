@@ -14,7 +14,7 @@ from shmserve.http.in_flight import InFlight
 from shmserve.http.logprobs import TokenLogprob, TokenTexts, native_logprobs
 from shmserve.http.openai.formats import event
 from shmserve.request import FinishReason, SamplingParams
-from shmserve.wire import FinishRecord
+from shmserve.wire.finish import FinishRecord
 
 
 class NativeAnswer:

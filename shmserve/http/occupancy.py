@@ -42,6 +42,7 @@ class Occupancy:
     def __init__(self, most: int, refused: Callable[[str], None]) -> None:
         self.most = most
         self.num_open = 0
+        self.num_beginning = 0  # accepted, and not yet made a connection of: whoever accepts counts them up, and down if it fails
         self._refused = refused
         self._lingering: dict[socket.socket, asyncio.TimerHandle] = {}
         error = ApiError(
@@ -58,9 +59,9 @@ class Occupancy:
         )
         self._answer = head.encode() + body
 
-    def has_room(self, num_beginning: int = 0) -> bool:
-        """Whether one more may be served; `num_beginning` were accepted and do not count as open yet."""
-        return self.num_open + num_beginning < self.most
+    def has_room(self) -> bool:
+        """Whether one more may be served."""
+        return self.num_open + self.num_beginning < self.most
 
     def turn_away(self, connection: socket.socket, *, in_clear: bool) -> None:
         """Answer 503, where the client can read it `in_clear`, and close."""

@@ -3,8 +3,9 @@
 Owns: the token ring's reading end. Never: wakes a task for a token of a stream that keeps up, builds an object per token, or
 runs more than K = 256 records (about 2 ms) without giving the event loop a turn.
 
-A plain token (one whole-character token of a stream without stop strings, whose transport has nothing buffered) becomes a frame by
-one join and is sent from here; everything else goes the slow way, through `InFlight.on_tokens`.
+A plain token (one whole-character token that touches no stop string of its stream, whose transport has nothing buffered) becomes a
+frame by one join and is sent from here, with its logprobs by `logprob_send.py`; everything else goes the slow way, through
+`InFlight.on_tokens`.
 Times are collected in arrays (`hop_times.py`), which go into the board's histograms a few thousand tokens at a time.
 """
 
@@ -23,6 +24,7 @@ from shmserve.http.direct import DirectTable
 from shmserve.http.errors import ApiError
 from shmserve.http.hop_times import HopTimes
 from shmserve.http.in_flight import InFlight
+from shmserve.http.logprob_send import LogprobSender
 from shmserve.http.record_checks import (
     MOST_MESSAGE_CHARACTERS,
     check_finish,
@@ -35,15 +37,9 @@ from shmserve.rings.board import Board
 from shmserve.rings.channel import Ring
 from shmserve.rings.layout import W_WRITE_CURSOR
 from shmserve.rings.spsc import RingProtocolError
-from shmserve.wire import (
-    FLAG_LAST_IS_STOP,
-    TOKEN_SLOT_BYTES,
-    TokenKind,
-    WireError,
-    token_key,
-    unpack_finish,
-    unpack_message,
-)
+from shmserve.wire.errors import WireError
+from shmserve.wire.finish import unpack_finish, unpack_message
+from shmserve.wire.tokens import FLAG_LAST_IS_STOP, TOKEN_SLOT_BYTES, TokenKind, token_key
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +92,7 @@ class Pump:
         self._messages: dict[int, str] = {}
         self._times = times
         self._step_sender = step_sender
+        self._logprob_sender = LogprobSender(table, times)
         self._popped_ns = 0  # when the batch was read that is handled now
         self._w_frames = board.cell("frames")
         self._w_tokens = board.cell("tokens")
@@ -173,6 +170,9 @@ class Pump:
         if together and self._step_sender is not None:
             sent, left = self._step_sender.send(slots, is_plain, token_ids)
             written = sent.tolist()
+        if table.num_logprob_paths:
+            sent_alone, left = self._logprob_sender.send(view, slots, ids[:count], left)
+            written += sent_alone
         skipped, slow_tokens = self._one_by_one(view, left, slots, is_plain, token_ids, written)
         num_direct = len(written)
         words = self._board.words

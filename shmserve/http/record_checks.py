@@ -10,11 +10,15 @@ import struct
 from typing import Final
 
 from shmserve.request import FinishReason
-from shmserve.wire import PAIRS_PER_SLOT, TOKENS_PER_SLOT, FinishRecord, WireError
+from shmserve.wire.errors import WireError
+from shmserve.wire.finish import FinishRecord
+from shmserve.wire.logprobs import PAIRS_PER_SLOT
+from shmserve.wire.tokens import TOKENS_PER_SLOT
 
 MOST_MESSAGE_CHARACTERS: Final = 4_096
 """Of all MESSAGE records of one request together."""
 
+_LAST_REASON: Final = int(max(FinishReason))
 _TOKEN_IDS: Final = struct.Struct("<8i")
 _PAIR_IDS: Final = struct.Struct("<12i")
 
@@ -43,7 +47,7 @@ def check_pairs(slot: bytes, vocab_size: int) -> None:
 def check_finish(record: FinishRecord, now_ns: int) -> None:
     """A STARTED or FINISH slot."""
     reason = record.finish
-    if not FinishReason.NONE <= reason <= max(FinishReason):
+    if not 0 <= reason <= _LAST_REASON:
         raise WireError(f"finish reason {reason}")
     if record.cached_tokens > record.prompt_tokens:
         raise WireError("more cached tokens than the prompt has")

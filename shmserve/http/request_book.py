@@ -133,10 +133,13 @@ RECORD: Final[web.RequestKey[RequestRecord]] = web.RequestKey("record", RequestR
 
 
 class RequestBook:
-    """`tells` hear of each request once, when it has ended. `times` is the front end's, which knows the intervals."""
+    """`tells` hear of each request once, when it has ended, a few at a time. `times` is the front end's, which knows the intervals."""
 
     def __init__(
-        self, times: HopTimes, num_places: int, tells: Sequence[Callable[[RequestRecord], None]]
+        self,
+        times: HopTimes,
+        num_places: int,
+        tells: Sequence[Callable[[Sequence[RequestRecord]], None]],
     ) -> None:
         self._times = times
         self._tells = tells
@@ -189,6 +192,7 @@ class RequestBook:
         if not is_last:
             left = max(FEWEST_AT_ONCE, left // 64)
         still: list[RequestRecord] = []
+        ready: list[RequestRecord] = []
         for at, record in enumerate(self._waiting):
             if record.ended_ns > folded_ns:  # the next heartbeat's
                 still += self._waiting[at:]
@@ -203,10 +207,13 @@ class RequestBook:
                 continue
             left -= 1
             record.intervals_ms = self._intervals.quantiles_ms(record.row, (0.5, 0.99))
-            for tell in self._tells:
-                tell(record)
-            self._forget(record)
+            ready.append(record)
         self._waiting = still
+        if ready:
+            for tell in self._tells:
+                tell(ready)
+            for record in ready:
+                self._forget(record)
 
     def _forget(self, record: RequestRecord) -> None:
         rows = self._intervals.row_of_place

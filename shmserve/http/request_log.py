@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from shmserve.http.request_book import RequestRecord
@@ -51,11 +51,11 @@ def fields_of(record: RequestRecord) -> dict[str, object]:
                 fields[name] = _ms(at_ns - record.arrival_ns)
         if record.intervals_ms is not None:
             fields["itl_p50_ms"], fields["itl_p99_ms"] = record.intervals_ms
-        if record.engine_interval_ns:
-            fields["itl_engine_ms"] = _ms(record.engine_interval_ns)
+        if interval_ns := record.engine_interval_ns:
+            fields["itl_engine_ms"] = _ms(interval_ns)
     fields["e2e_ms"] = _ms(record.ended_ns - record.arrival_ns)
-    if record.finish:
-        fields["finish"] = record.finish
+    if finish := record.finish:
+        fields["finish"] = finish
     if record.error_code:
         fields["error"] = record.error_code
     fields["client"] = record.client
@@ -68,7 +68,7 @@ def _ms(ns: int) -> float:
 
 def as_text(fields: dict[str, object]) -> str:
     """key=value; what holds a blank, a quote or a line end is a JSON string."""
-    return " ".join(f"{name}={_word(value)}" for name, value in fields.items())
+    return " ".join([f"{name}={_word(value)}" for name, value in fields.items()])
 
 
 def _word(value: object) -> str:
@@ -79,17 +79,18 @@ def _word(value: object) -> str:
 
 
 class RequestLog:
-    """Says a line for each record to `write`."""
+    """Says a line for each record to `write`: all of a round at once, since each call wakes the log writer's thread."""
 
     def __init__(self, lines: Lines, write: Callable[[str], None]) -> None:
         self._lines = lines
         self._write = write
 
-    def tell(self, record: RequestRecord) -> None:
-        fields = fields_of(record)
-        now = time.time() - (time.monotonic_ns() - record.ended_ns) / 1e9  # its time is its end's
-        lines = self._lines
+    def tell(self, records: Sequence[RequestRecord]) -> None:
+        now = time.time() - time.monotonic_ns() / 1e9
+        self._write("".join([self._line(record, now + record.ended_ns / 1e9) for record in records]))
+
+    def _line(self, record: RequestRecord, ended_s: float) -> str:
+        fields, lines = fields_of(record), self._lines
         if lines.is_json:
-            self._write(json.dumps({**lines.fields(now, "info", "request"), **fields}) + "\n")
-        else:
-            self._write(f"{lines.time_of(now)} INFO {lines.process} request {as_text(fields)}\n")
+            return json.dumps({**lines.fields(ended_s, "info", "request"), **fields}) + "\n"
+        return f"{lines.time_of(ended_s)} INFO {lines.process} request {as_text(fields)}\n"

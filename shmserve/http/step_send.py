@@ -60,6 +60,11 @@ class StepSender:
         self._first = np.zeros(table.size, np.intp)
         self._order = np.arange(MOST_SENDS + 1)
 
+    @property
+    def is_open(self) -> bool:
+        """False once the kernel has refused a call: from then on everything is left to the pump."""
+        return self._ring.is_open
+
     def takes(self, pieces: list[bytes]) -> bool:
         """Whether a stream that writes these may go together with others."""
         return pieces is self._pieces and self._ring.is_open
@@ -77,6 +82,8 @@ class StepSender:
             ::-1
         ]  # the last one written stands: the first of its place
         is_again = self._first[slots] != order
+        if self._table.num_logprob_paths:  # several records a token, none of which goes together
+            is_again &= self._table.rows["fd"][slots] >= 0
         if is_again.any():
             count = int(is_again.argmax())
         return count if count >= FEWEST_SENDS else 0
@@ -95,6 +102,7 @@ class StepSender:
         tokens = np.where(is_ours, token_ids, 0)
         sizes = self._cells.size[tokens]
         may_go = is_plain & is_ours & (rows["fd"] >= 0) & (sizes > 0)
+        self._ask_picky(slots, rows, tokens, may_go)
         chosen = may_go.nonzero()[0]
         num_chosen = len(chosen)
         if num_chosen < FEWEST_SENDS:
@@ -112,6 +120,25 @@ class StepSender:
         if len(unsent):
             self._spill(slots[unsent], tokens[unsent], results[unsent])
         return chosen, left
+
+    def _ask_picky(
+        self,
+        slots: npt.NDArray[np.uint64],
+        rows: npt.NDArray[np.void],
+        tokens: Indices,
+        may_go: npt.NDArray[np.bool_],
+    ) -> None:
+        """Take out of `may_go` what a stream's own pieces leave out: such a token touches one of its stop strings."""
+        picky = (may_go & (rows["is_picky"] > 0)).nonzero()[0]
+        if not len(picky):
+            return
+        paths = self._table.paths
+        for i, slot, token_id in zip(
+            picky.tolist(), slots[picky].tolist(), tokens[picky].tolist(), strict=True
+        ):
+            path = paths[slot]
+            if path is None or not path[4][token_id]:
+                may_go[i] = False
 
     def _lay_out(
         self, rows: npt.NDArray[np.void], tokens: Indices, sizes: npt.NDArray[np.uint64]

@@ -25,6 +25,7 @@ from shmserve.http.deadlines import failure_of
 from shmserve.http.direct import direct_path
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
+from shmserve.http.logprob_send import LogprobPath
 from shmserve.http.request_book import RECORD
 from shmserve.http.slow_client import SlowClientRules
 
@@ -111,6 +112,7 @@ class SseStream:
             self._congestion.end()
             for choice in self._choices:
                 choice.entry.direct = None
+                choice.direct = None  # it leads back here: all of the request would wait for the garbage collector
             self._socket.close()
         # Looked at once it is written: who does not read the end is not waited for without a bound.
         asyncio.get_running_loop().call_soon(
@@ -218,6 +220,10 @@ class SseStream:
         now, entry = time.monotonic_ns(), choice.entry
         if choice.num_unwritten:
             self._times.note_frame(entry, choice.framed_ns, now, choice.num_unwritten)
+            if choice.held_ns:
+                num_others = choice.num_unwritten - 1
+                self._times.note_held(choice.held_ns, choice.framed_ns, now, num_others)
+                choice.held_ns = 0
             if not self._has_written:
                 self._has_written = True
                 ttft_us = (now - entry.arrival_ns) // 1000
@@ -264,15 +270,22 @@ class SseStream:
             entry.direct = None  # what is held goes out before the next token's text
             return
         if choice.direct is None:
-            choice.direct = direct_path(
-                *around,
-                self._is_chunked,
-                choice.pieces.direct,
-                choice.pieces.longest,
-                self._send,
-                self._spill,
-                self._descriptor_for(choice),
-            )
+            choice.text.pass_by()
+            pieces = choice.text.plain_pieces()
+            if isinstance(around, tuple):
+                choice.direct = direct_path(
+                    *around,
+                    self._is_chunked,
+                    pieces,
+                    choice.pieces.longest,
+                    self._send,
+                    self._spill,
+                    self._descriptor_for(choice),
+                )
+            else:
+                choice.direct = LogprobPath(
+                    around, pieces, self._is_chunked, self._send, self._spill
+                )
         entry.direct = choice.direct
 
     def _descriptor_for(self, choice: Choice) -> int:

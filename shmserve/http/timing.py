@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.wire import FinishRecord
+from shmserve.wire.finish import FinishRecord
 
 if TYPE_CHECKING:
     from shmserve.http.in_flight import InFlight

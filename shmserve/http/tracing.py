@@ -76,14 +76,15 @@ class Traces:
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def tell(self, record: RequestRecord) -> None:
-        """A request has ended. Event loop's thread."""
-        if len(self._waiting) >= MOST_WAITING:
-            self._num_dropped += 1
-        else:
-            self._waiting.append(record)
-            if not self._awake.is_set():
-                self._awake.set()
+    def tell(self, records: Sequence[RequestRecord]) -> None:
+        """Requests have ended. Event loop's thread."""
+        for record in records:
+            if len(self._waiting) >= MOST_WAITING:
+                self._num_dropped += 1
+            else:
+                self._waiting.append(record)
+                if not self._awake.is_set():
+                    self._awake.set()
         self.show()
 
     def show(self) -> None:

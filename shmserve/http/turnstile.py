@@ -1,6 +1,6 @@
 """The heavy part of one request per turn of the event loop, and running streams first.
 
-Owns: the queue of handlers that want a turn; each handler waits in it once at a time, so the connections bound it. Between two
+Owns: the queues of those that want a turn; each handler waits in one once at a time, so the connections bound them. Between two
 turns the loop polls its descriptors and the pump moves tokens; while the pump is behind, nobody gets a turn, but the first in
 line waits at most `MOST_WAIT_S` for that. Measured with 256 requests in one burst: without it, tokens of the streams that had
 begun were 300 ms late. Event loop's thread only.
@@ -30,57 +30,79 @@ class Turnstile:
         self._is_behind = is_behind
         self._with_tokens: deque[asyncio.Future[None]] = deque()
         self._with_requests: deque[asyncio.Future[None]] = deque()
-        self._with_connections: deque[asyncio.Future[None]] = deque()
+        self._with_connections: deque[Callable[[], None]] = deque()
         self._was_request = False
         self._is_turning = False
+        # Handlers with tokens that this turn of the loop has room for, and the next one; none beside a request.
+        self._room = self._room_after = 0
         self._last_turn = 0.0
 
     @property
     def num_waiting(self) -> int:
         return len(self._with_tokens) + len(self._with_requests) + len(self._with_connections)
 
-    async def turn(self, *, has_tokens: bool, is_connection: bool = False) -> None:
-        """Return at once if nobody else had this turn of the loop and no token waits, else in a later one.
-
-        Connections to accept take turns with requests. In one line with them, one would be accepted for every round of all requests, and
-        under overload those who came last waited a minute for their refusal.
-        """
-        loop = asyncio.get_running_loop()
-        if not self._is_turning:
-            self._is_turning = True
-            loop.call_soon(self._next)
-            if not self._is_behind():
-                self._last_turn = loop.time()
-                return
-        mine = loop.create_future()
-        if is_connection:
-            self._with_connections.append(mine)
-        else:
-            (self._with_tokens if has_tokens else self._with_requests).append(mine)
+    async def turn(self, *, has_tokens: bool) -> None:
+        """Return at once if this turn of the loop has room and no token waits, else in a later one."""
+        queue = self._with_tokens if has_tokens else self._with_requests
+        if not queue and self._may_pass(1 if has_tokens else TOKENS_PER_TURN):
+            return
+        mine = asyncio.get_running_loop().create_future()
+        queue.append(mine)
         await mine
 
+    def begin(self, connect: Callable[[], None]) -> None:
+        """Call `connect`, which takes a connection, at once or in a later turn, as a request is let in.
+
+        Connections take turns with requests. In one line with them, one would be accepted for every round of all requests, and
+        under overload those who came last waited a minute for their refusal.
+        """
+        if not self._with_connections and self._may_pass(TOKENS_PER_TURN):
+            connect()
+        else:
+            self._with_connections.append(connect)
+
+    def _may_pass(self, weight: int) -> bool:
+        """Whether this turn of the loop has room for so much. From here on it is counted, until nobody waits."""
+        if not self._is_turning:
+            self._is_turning = True
+            self._room = self._room_after = TOKENS_PER_TURN
+            asyncio.get_running_loop().call_soon(self._next)
+        if self._room < weight or self._is_behind():
+            return False
+        self._room -= weight
+        if weight == TOKENS_PER_TURN:
+            self._last_turn = asyncio.get_running_loop().time()
+        return True
+
     def _next(self) -> None:
-        loop = asyncio.get_running_loop()
-        if not self.num_waiting:
+        """Whom it lets in runs in the next turn of the loop, behind the next call of this."""
+        self._room, self._room_after = self._room_after, TOKENS_PER_TURN
+        if not (self._with_tokens or self._with_requests or self._with_connections):
             self._is_turning = False
             return
+        loop = asyncio.get_running_loop()
         loop.call_soon(self._next)
-        now = loop.time()
-        if self._let_in(self._with_tokens, TOKENS_PER_TURN):
+        num_in = _let_in(self._with_tokens, TOKENS_PER_TURN)
+        if num_in:
+            self._room_after -= num_in
             return
-        if not self._is_behind() or now - self._last_turn >= MOST_WAIT_S:
-            self._last_turn = now
-            lines = (self._with_connections, self._with_requests)
-            first, second = lines if self._was_request else lines[::-1]
-            is_first = self._let_in(first, 1) > 0
-            if is_first or self._let_in(second, 1):
-                self._was_request = (first if is_first else second) is self._with_requests
+        now = loop.time()
+        if self._is_behind() and now - self._last_turn < MOST_WAIT_S:
+            return
+        self._last_turn = now
+        self._room_after = 0
+        if self._with_connections and (self._was_request or not self._with_requests):
+            self._was_request = False
+            loop.call_soon(self._with_connections.popleft())
+        elif _let_in(self._with_requests, 1):
+            self._was_request = True
 
-    def _let_in(self, queue: deque[asyncio.Future[None]], most: int) -> int:
-        num_in = 0
-        while queue and num_in < most:
-            first = queue.popleft()
-            if not first.done():  # else its handler was cancelled while it waited
-                first.set_result(None)
-                num_in += 1
-        return num_in
+
+def _let_in(queue: deque[asyncio.Future[None]], most: int) -> int:
+    num_in = 0
+    while queue and num_in < most:
+        first = queue.popleft()
+        if not first.done():  # else its handler was cancelled while it waited
+            first.set_result(None)
+            num_in += 1
+    return num_in

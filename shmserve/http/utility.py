@@ -24,7 +24,7 @@ from shmserve.http.health import Boards
 from shmserve.http.neighbours import Neighbours
 from shmserve.http.openai.schemas import ChatRequest
 from shmserve.request import SamplingParams
-from shmserve.wire import SubmitKind, digest_of_req_id
+from shmserve.wire.submit_slots import SubmitKind, digest_of_req_id
 
 MOST_IDS: Final = 1_000_000
 _OUR_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})")
@@ -168,6 +168,7 @@ def server_info(front: FrontEnd, boards: Boards) -> web.Response:
             "tp_size": config.worker.tensor_parallel,
             "dp_size": config.num_workers,
             "num_http_processes": config.num_http,
+            "io_uring": bool(front.board["io_uring"]),  # of the front end that answers
             "max_running_requests": config.worker.run_slots * config.num_workers,
             "max_queued_requests": config.http.max_queued_requests,
             "max_total_tokens": sum(load["max_total_num_tokens"] for load in loads),

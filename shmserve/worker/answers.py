@@ -6,7 +6,8 @@ Owns: which field says what. Never: touches a ring, or frees anything. Pure func
 from __future__ import annotations
 
 from shmserve.request import FinishReason
-from shmserve.wire import TokenKind, pack_finish, pack_message
+from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.tokens import TokenKind
 from shmserve.worker.columns import Columns
 from shmserve.worker.sequence import Sequence
 from shmserve.worker.stopping import Ending

@@ -13,13 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shmserve.request import FinishReason
-from shmserve.wire import (
-    FLAG_LAST_IS_STOP,
-    TOKENS_DTYPE,
-    TOKENS_PER_SLOT,
-    TokenKind,
-    pack_top_logprobs,
-)
+from shmserve.wire.logprobs import pack_top_logprobs
+from shmserve.wire.tokens import FLAG_LAST_IS_STOP, TOKENS_DTYPE, TOKENS_PER_SLOT, TokenKind
 from shmserve.worker.batch import Batch, StepOutput
 from shmserve.worker.decode_records import DecodeRecords, intervals_since
 from shmserve.worker.prompt_scores import pack_scores

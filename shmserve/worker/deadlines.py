@@ -13,7 +13,7 @@ import time
 
 from shmserve.config import WorkerConfig
 from shmserve.lazy_heap import LazyHeap
-from shmserve.wire import Submit
+from shmserve.wire.submit import Submit
 from shmserve.worker.sequence import Sequence
 
 

@@ -12,7 +12,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from shmserve.wire import TOKEN_SLOT_BYTES, TokenKind
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TokenKind
 
 if TYPE_CHECKING:
     from shmserve.worker.commit import Committed

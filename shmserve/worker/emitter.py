@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shmserve.config import RingConfig
 from shmserve.rings.channel import Channel
 from shmserve.rings.policy import Blocking, Coalescing, Dropping, RingWriter
-from shmserve.wire import fold_tokens, stamp_publish, weigh_tokens
+from shmserve.wire.tokens import fold_tokens, stamp_publish, weigh_tokens
 
 
 def token_writer(channel: Channel, config: RingConfig) -> RingWriter:

@@ -20,7 +20,10 @@ from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel
 from shmserve.rings.spsc import RingProtocolError
-from shmserve.wire import Submit, TokenKind, pack_finish, req_id_of_digest
+from shmserve.wire.finish import pack_finish
+from shmserve.wire.submit import Submit
+from shmserve.wire.submit_slots import req_id_of_digest
+from shmserve.wire.tokens import TokenKind
 from shmserve.worker.answers import acknowledgement_of, end_of, refusal_of, state_of
 from shmserve.worker.commit import Committed, Committer
 from shmserve.worker.constraints import Constraints

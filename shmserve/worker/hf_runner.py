@@ -10,6 +10,7 @@ AttentionInterface. Any other is refused at load in one line that names what doe
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 import re
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shmserve.worker.batch import I4, Batch, StepOutput
@@ -33,6 +35,7 @@ from shmserve.worker.torch_output import output_of, rows_needed
 
 if TYPE_CHECKING:
     from shmserve.models import PreparedModel
+    from shmserve.worker.parallel.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,9 @@ class _Sizes:
 class HFRunner:
     """`ModelRunner` over a model class of transformers.
 
+    `team`: transformers shares the model among several ranks by its own plan (`refuse_unshared` tells whether it can), and this is one
+    of them; `kv_cache_bytes` is what all of them keep together.
+
     `max_model_len` None means as much of the model's context as `kv_cache_bytes` can hold; `num_token_ids` is how many ids have a
     token, where the model's vocabulary is padded: the others do not exist for anybody. Raises ModelLoadError, one line, for a
     model that does not fit, cannot be loaded, or for a KV cache too small for one sequence.
@@ -75,6 +81,7 @@ class HFRunner:
         num_threads: int | None,
         progress: Progress,
         num_token_ids: int | None = None,
+        team: Team | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -83,23 +90,27 @@ class HFRunner:
             raise UnknownArchitectureError(
                 f"{model.weights}: transformers' classes read safetensors, not {model.format}"
             )
-        folder = model.weights if model.weights.is_dir() else model.weights.parent
+        folder = folder_of(model)
         # What it has to say to a person goes through our own lines.
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         config = config_of(folder)
+        num_ranks = 1 if team is None else team.group.size
         self._attention = PagedAttention()
         progress("loading weights", 0.0)
-        self._model = load(folder, config, self._attention.name)
+        self._model = load(folder, config, self._attention.name, num_ranks)
         self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         text = config.get_text_config(decoder=True)
         sizes = _Sizes(self._model.get_output_embeddings().weight.shape[0], _context(text, model))
         survey = self._surveyed(folder, text, sizes.context_length)
         per_token = sum(shape.values_per_token for shape in survey.layers.values())
+        per_block = BYTES_PER_VALUE * per_token * block_size  # of this rank's heads
+        if team is not None:
+            kv_cache_bytes = per_block * team.group.least(kv_cache_bytes // num_ranks // per_block)
         info = sized(
-            "hf-cpu",
+            "hf-cpu" if team is None else f"hf-cpu, {num_ranks} ranks",
             sizes,
-            BYTES_PER_VALUE * per_token * block_size,
+            per_block,
             max_model_len,
             kv_cache_bytes,
             block_size,
@@ -107,6 +118,8 @@ class HFRunner:
         self._attention.allocate(survey, info.num_blocks, block_size)
         num_ids = min(info.vocab_size, num_token_ids or info.vocab_size)
         self._info = replace(info, vocab_size=num_ids, max_guesses=max_num_batched_tokens)
+        self._team = team
+        self._followed: Batch | None = None
         log.info(
             "%s is computed by transformers' %s with paged attention, at the speed of eager torch",
             model.name,
@@ -123,6 +136,9 @@ class HFRunner:
         if not batch.num_tokens:
             return StepOutput.of_nothing()
         rows = rows_needed(batch)
+        if self._team is not None:
+            self._team.compute(batch)
+            self._team.logits(rows)
         with torch.inference_mode():
             self._attention.begin(batch)
             logits = self._logits(batch.token_ids, batch.positions, rows)
@@ -132,8 +148,22 @@ class HFRunner:
                 lambda wanted: logits[torch.from_numpy(np.searchsorted(rows, wanted))],
             )
 
+    def follow(self, batch: Batch, carried: I4 | None) -> None:
+        """Note a step of rank 0; of a rank > 0. Its forward pass comes with the rows whose logits it ends with."""
+        self._followed = batch
+
+    def follow_logits(self, rows: I4) -> None:
+        """Compute this rank's part of the step that was noted last."""
+        batch = self._followed
+        assert batch is not None, "logits of no step"
+        with torch.inference_mode():
+            self._attention.begin(batch)
+            self._logits(batch.token_ids, batch.positions, rows)
+
     def close(self) -> None:
-        """Let weights and cache go."""
+        """Let weights and cache go, and the other ranks."""
+        if self._team is not None:
+            self._team.close()
         self._attention.release()
         del self._model
 
@@ -166,6 +196,11 @@ class HFRunner:
         return survey
 
 
+def folder_of(model: PreparedModel) -> Path:
+    """Where its safetensors and config.json are."""
+    return model.weights if model.weights.is_dir() else model.weights.parent
+
+
 def config_of(folder: Path) -> Any:
     """The configuration of the model in `folder`, as transformers reads it. Refused if it tells already that the model does not
     fit; code that comes with a model is never run."""
@@ -190,8 +225,28 @@ def config_of(folder: Path) -> Any:
     return config
 
 
-def load(folder: Path, config: Any, attention: str) -> nn.Module:
-    """The model with its weights in float32, to attend by the function registered as `attention`."""
+def refuse_unshared(folder: Path, config: Any, num_ranks: int) -> None:
+    """ModelLoadError, one line, if transformers cannot share this model among so many ranks, by its own plan."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", 0)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if not getattr(text, "base_model_tp_plan", None):
+        reason = f"transformers has no plan by which {config.model_type} could be shared"
+    elif heads % num_ranks or kv_heads % num_ranks:
+        reason = (
+            f"transformers shares heads evenly, and the model has {heads} over {kv_heads} kv heads"
+        )
+    elif importlib.util.find_spec("accelerate") is None:
+        reason = "transformers shares a model only where accelerate is installed (pip install accelerate)"
+    elif torch.accelerator.is_available():
+        reason = "transformers' classes are computed on the CPU, and would be shared among GPUs"
+    else:
+        return
+    raise ModelLoadError(f"{folder}: --tensor-parallel {num_ranks}: {reason}")
+
+
+def load(folder: Path, config: Any, attention: str, num_ranks: int = 1) -> nn.Module:
+    """The model with its weights in float32, to attend by the function registered as `attention`; of several ranks, this one's part."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if isinstance(model_class, tuple):
         model_class = model_class[0]
@@ -222,6 +277,11 @@ def load(folder: Path, config: Any, attention: str) -> nn.Module:
             local_files_only=True,
             use_safetensors=True,  # never its pickled forms, whatever else lies in the folder
             output_loading_info=True,
+            **(
+                {}
+                if num_ranks == 1
+                else {"distributed_config": DistributedConfig(tp_size=num_ranks)}
+            ),
         )
     except Exception as error:  # as above
         if isinstance(error, KeyError) and error.args == (attention,):

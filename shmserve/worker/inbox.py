@@ -11,14 +11,9 @@ import logging
 from typing import Protocol
 
 from shmserve.rings.channel import Channel
-from shmserve.wire import (
-    Submit,
-    SubmitKind,
-    WireError,
-    control_digest,
-    submit_head,
-    unpack_submit,
-)
+from shmserve.wire.errors import WireError
+from shmserve.wire.submit import Submit, unpack_submit
+from shmserve.wire.submit_slots import SubmitKind, control_digest, submit_head
 
 log = logging.getLogger(__name__)
 

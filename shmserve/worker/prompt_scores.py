@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.wire import pack_prompt_logprobs
+from shmserve.wire.logprobs import pack_prompt_logprobs
 from shmserve.worker.batch import PromptPart, PromptScores
 from shmserve.worker.columns import Columns
 from shmserve.worker.sequence import Sequence

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from shmserve.request import MOST_LOGPROBS
 from shmserve.stop_regex import StopRegexError, compile_stop
-from shmserve.wire import Submit
+from shmserve.wire.submit import Submit
 
 _MOST = 2**31 - 1  # what an i4 column holds
 

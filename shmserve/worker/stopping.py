@@ -19,7 +19,7 @@ import numpy.typing as npt
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.token_bytes import TokenBytes
 from shmserve.token_text import Decoding
-from shmserve.wire import KEEP_ALL
+from shmserve.wire.finish import KEEP_ALL
 from shmserve.worker.columns import Columns
 from shmserve.worker.sequence import Sequence
 

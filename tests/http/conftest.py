@@ -161,3 +161,10 @@ def wire() -> Iterator[Callable[..., Wire]]:
     yield connect
     for each in wires:
         each.close()
+
+
+@pytest.fixture
+def goes_on(asker: Asker) -> Iterator[None]:
+    """After what the test has asked for, a normal request works."""
+    yield
+    assert len(asker.text(prompt="Hi", max_tokens=2)) > 0

@@ -38,19 +38,10 @@ from shmserve.request import FinishReason, SamplingParams
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.rings.segment import names
-from shmserve.wire import (
-    FLAG_LAST_IS_STOP,
-    SUBMIT_SLOT_BYTES,
-    TOKEN_SLOT_BYTES,
-    TOKENS_DTYPE,
-    Submit,
-    SubmitKind,
-    TokenKind,
-    pack_finish,
-    pack_message,
-    submit_head,
-    unpack_submit,
-)
+from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.submit import Submit, unpack_submit
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES, SubmitKind, submit_head
+from shmserve.wire.tokens import FLAG_LAST_IS_STOP, TOKEN_SLOT_BYTES, TOKENS_DTYPE, TokenKind
 
 _numbers = itertools.count()
 

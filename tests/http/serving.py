@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mortal
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmserve
@@ -228,7 +229,7 @@ class Server(Asker):
         environ |= {"PYTHONPATH": ROOT}
         argv = [sys.executable, "-m", "shmserve", "start", f"--instance={name}", "--port=0", *flags]
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
+            self.process = mortal.start(
                 argv, env=environ, stdout=log, stderr=stderr, start_new_session=True
             )
         super().__init__(0)

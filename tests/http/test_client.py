@@ -8,7 +8,7 @@ from puppet import Rings, finish_record, started_record, until
 from shmserve.config import RingConfig
 from shmserve.http.errors import ApiError
 from shmserve.rings.observe import RingView, rings_of
-from shmserve.wire import SubmitKind
+from shmserve.wire.submit_slots import SubmitKind
 
 SMALL = RingConfig(token_slots=64, submit_slots=4, table_size=16, submit_deadline_s=0.05)
 
@@ -166,6 +166,34 @@ def test_a_waiter_that_is_cancelled_leaves_the_line_and_its_place():
             rings.take(1)
             entry = await asyncio.wait_for(second, 10)
             assert [req_id for _, req_id, _ in rings.take()][-1] == entry.req_id
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_after_credits", [False, True])
+def test_a_waiter_that_is_sent_away_is_never_written(is_after_credits):
+    """Else its ABORT would go ahead of its SUBMIT, and the worker would compute it for nobody."""
+
+    async def scenario():
+        config = RingConfig(token_slots=64, submit_slots=4, submit_deadline_s=20)
+        async with Rings(config) as rings:
+            await fill(rings)
+            first, second = (asyncio.create_task(rings.submit(n)) for n in (1500, 1))
+            await asyncio.sleep(0.01)
+            (entry,) = list(rings.client.in_flight.values())[4:5]
+            if is_after_credits:  # too few for the first
+                rings.take(1)
+                await asyncio.sleep(0.01)
+            rings.client.refuse(entry, ApiError(503, "somebody better came", code="evicted"))
+            with pytest.raises(ApiError, match="somebody better came"):
+                await asyncio.wait_for(first, 10)
+            taken = rings.take()
+            written = await asyncio.wait_for(second, 10)
+            taken += rings.take()
+            assert {kind for kind, *_ in taken} == {SubmitKind.SUBMIT}
+            ids = [req_id for _, req_id, _ in taken]
+            assert entry.req_id not in ids and ids[-1] == written.req_id
+            assert len(rings.client.in_flight) == 5
 
     asyncio.run(scenario())
 

@@ -9,7 +9,7 @@ import pytest
 from puppet import Puppet, events_of, finish_record, read_answer, started_record, tokens_record
 
 from shmserve.config import HttpConfig, RingConfig
-from shmserve.wire import SubmitKind
+from shmserve.wire.submit_slots import SubmitKind
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BODIES = {

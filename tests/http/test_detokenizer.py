@@ -152,7 +152,14 @@ def test_a_stream_is_plain_while_nothing_is_held(skipping):
     assert not text.is_plain
     text.feed(17)
     assert text.is_plain
-    assert not TextStream(skipping, stop=(b"x",)).is_plain
+    assert not TextStream(skipping, stop_regex=("x",)).is_plain
+    assert not TextStream(skipping, stop=(b"x",), min_tokens=1).is_plain
+    text = TextStream(skipping, stop=(b"g w",))
+    assert text.is_plain
+    text.feed(2767)
+    assert not text.is_plain, "its g may begin one"
+    text.feed(17)
+    assert text.is_plain
 
 
 def test_direct_pieces_are_the_escaped_text_of_whole_tokens_only(skipping, showing, table):
@@ -204,6 +211,64 @@ def test_held_text_agrees_with_the_workers_decision(skipping, ids, stop, min_tok
         assert expected.startswith(sent)
     last = text.finish() if keep_bytes is None else text.finish(keep_bytes)
     assert sent + last == expected
+
+
+@settings(max_examples=4 * settings.default.max_examples, deadline=None)
+@given(
+    ids=st.lists(
+        st.one_of(st.sampled_from([2767, 905, 19556, 17, 48124, *PARTS]), any_id), max_size=25
+    ),
+    stop=st.lists(stop_bytes, min_size=1, max_size=4, unique=True).map(tuple),
+    min_tokens=st.integers(0, 8),
+    include_stop=st.booleans(),
+    lengths=st.lists(st.integers(0, 3), min_size=25, max_size=25),
+)
+def test_tokens_that_touch_no_stop_string_may_be_written_past_the_text(
+    skipping, ids, stop, min_tokens, include_stop, lengths
+):
+    """What the pump writes by itself and what the text releases add up to what all of it gives, at every moment."""
+    kept, keep_bytes = decide(skipping, ids, stop, min_tokens, include_stop)
+    whole = b"".join(skipping.raw(token_id) for token_id in kept)
+    expected = (whole if keep_bytes is None else whole[:keep_bytes]).decode("utf-8", "replace")
+    text = TextStream(skipping, stop, min_tokens, (), include_stop)
+    has_piece = skipping.direct.__getitem__
+    sent, num_past = "", 0
+    for token_id, length in zip(kept, lengths, strict=False):
+        piece = b""
+        if length and text.is_plain:  # else in a record of several tokens, say
+            text.pass_by()
+            piece = text.plain_pieces()[token_id]
+        num_past += bool(piece)
+        sent += json.loads(b'"' + piece + b'"') if piece else text.feed(token_id)
+        assert expected.startswith(sent)
+    last = text.finish() if keep_bytes is None else text.finish(keep_bytes)
+    assert sent + last == expected
+    if all(lengths) and not set(b"".join(stop)) & set(whole) and all(map(has_piece, kept)):
+        assert num_past == len(kept[min_tokens:])
+
+
+def test_the_pieces_of_a_stream_with_stops_are_bounded_and_know_the_vocabulary(
+    skipping, monkeypatch
+):
+    monkeypatch.setattr(detokenizer, "MOST_CLEAR_PIECES", 3)
+    pieces = TextStream(skipping, (b"g w",)).plain_pieces()
+    assert pieces is TextStream(skipping, (b"g w",)).plain_pieces()
+    assert [pieces[i] for i in (2767, 905, 17, 19556, 2767)] == [
+        b"",
+        b" world",
+        b"!",
+        b"Hello",
+        b"",
+    ]
+    assert len(pieces) <= 3
+    for beyond in (49_152, 0xFFFF_FFFF):
+        with pytest.raises(IndexError):
+            pieces[beyond]
+    monkeypatch.setattr(detokenizer, "MOST_STOP_SETS", 2)
+    few = Pieces([b"a", b"b"], frozenset())
+    for stop in (b"a", b"b", b"a", b"c"):
+        few.clear_of((stop,))
+    assert list(few._clear) == [(b"a",), (b"c",)]
 
 
 def test_text_is_held_only_as_long_as_it_may_become_a_stop(skipping):

@@ -19,7 +19,8 @@ from shmserve.http.openai.formats import (
     usage,
 )
 from shmserve.request import FinishReason, SamplingParams
-from shmserve.wire import TokenKind, pack_finish, unpack_finish
+from shmserve.wire.finish import pack_finish, unpack_finish
+from shmserve.wire.tokens import TokenKind
 
 PARAMS = SamplingParams(max_tokens=5, stop=(b"a", "é".encode()), stop_token_ids=(7,))
 any_text = st.text(

@@ -13,7 +13,8 @@ from serving import GENERATING, Stream, native_fields
 
 from shmserve.config import HttpConfig, RingConfig
 from shmserve.http.logprobs import FLOOR
-from shmserve.wire import TOKENS_DTYPE, TokenKind, pack_prompt_logprobs, pack_top_logprobs
+from shmserve.wire.logprobs import pack_prompt_logprobs, pack_top_logprobs
+from shmserve.wire.tokens import TOKENS_DTYPE, TokenKind
 
 DOG, WORLD = 2767, 905
 NAMES = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",

@@ -6,24 +6,15 @@ import struct
 import time
 
 import pytest
-from puppet import Puppet, finish_record, read_answer, started_record, tokens_record, until
+from puppet import finish_record, read_answer, started_record, tokens_record, until
+from stuck import DOG, WORLD, run, stick
 
-from shmserve.config import HttpConfig, RingConfig
 from shmserve.rings.board import BoardReader
-from shmserve.wire import TokenKind, fold_tokens, pack_top_logprobs
+from shmserve.wire.logprobs import pack_top_logprobs
+from shmserve.wire.tokens import TokenKind, fold_tokens
 
-WORLD, DOG = 905, 2767  # " world", " dog"
 EMOJI = (10813, 242, 218)  # parts of one character
 HOPS = ("hop_publish_us", "hop_pop_us", "hop_frame_us", "hop_write_us")
-
-
-def run(scenario, model, **http):
-    async def whole():
-        rings = RingConfig(token_slots=4096, submit_slots=16)
-        async with Puppet(model, HttpConfig(**http), rings) as puppet, asyncio.timeout(40):
-            await scenario(puppet)
-
-    asyncio.run(whole())
 
 
 def readings(puppet):
@@ -166,6 +157,34 @@ def test_records_that_are_no_tokens_are_in_no_histogram(default_model):
         status, body = await read_answer(reader)
         assert status == 200 and json.loads(body)["choices"][0]["text"] == " world"
         assert counts(puppet, *HOPS) == [1, 1, 0, 0]
+
+    run(scenario, default_model)
+
+
+@pytest.mark.parametrize("policy", ["coalesce", "block"])
+def test_each_token_that_waited_for_a_slow_client_has_its_wait_in_the_last_hop(
+    default_model, policy
+):
+    """A client that was stuck for 0.3 s: what waited came in one event, and as long as all of it waited is what the sum grows by."""
+
+    async def scenario(puppet):
+        reader, writer, req_id, count = await stick(puppet, max_tokens=4000, on_slow_client=policy)
+        before = readings(puppet)["hop_write_us"]
+        await asyncio.sleep(0.3)
+        num_early = puppet.board["num_client_coalesced_tokens"]
+        puppet.put(tokens_record(req_id, [WORLD], count))
+        await until(
+            lambda: puppet.board["num_client_coalesced_tokens"] > num_early, "the last one waits"
+        )
+        writer.transport.resume_reading()
+        puppet.put(finish_record(req_id, completion_tokens=count + 1))
+        await read_answer(reader)
+        after = readings(puppet)["hop_write_us"]
+        assert after.count - before.count == num_early + 1
+        grown_us = after.sum - before.sum
+        assert grown_us >= 300_000
+        # All but the last came before the wait; they are placed evenly between the first and the last.
+        assert grown_us >= 0.45 * num_early * 300_000
 
     run(scenario, default_model)
 

@@ -6,6 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from serving import until
 
 from shmserve.http.uring import SendRing
 
@@ -78,3 +79,7 @@ def test_the_front_end_has_an_io_uring_unless_told_not_to(many):
         with contextlib.suppress(FileNotFoundError):  # a connection that has just closed
             targets.append(os.readlink(f"{folder}/{fd}"))
     assert ("anon_inode:[io_uring]" in targets) == many.has_ring
+    until(lambda: many.words("http")["io_uring"] == many.has_ring, "its heartbeat says so")
+    assert many.get("/server_info").json()["io_uring"] is many.has_ring
+    line = f'shmserve_io_uring{{process="http0"}} {float(many.has_ring)}'
+    assert line in many.get("/metrics").body.decode().splitlines()

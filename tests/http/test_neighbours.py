@@ -19,7 +19,7 @@ from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.neighbours import Neighbours
 from shmserve.http.waiting_line import Party
 from shmserve.request import FinishReason, SamplingParams
-from shmserve.wire import SubmitKind
+from shmserve.wire.submit_slots import SubmitKind
 
 RINGS = RingConfig(token_slots=64, submit_slots=64, table_size=32)
 
@@ -27,8 +27,10 @@ RINGS = RingConfig(token_slots=64, submit_slots=64, table_size=32)
 class Front(Rings):
     """A front end as far as its verdicts, over rings whose worker is the test."""
 
-    def __init__(self, http: int, run_slots: int, config: HttpConfig) -> None:
-        super().__init__(RINGS, http)
+    def __init__(
+        self, http: int, run_slots: int, config: HttpConfig, rings: RingConfig = RINGS
+    ) -> None:
+        super().__init__(rings, http)
         self.boards = Boards()
         self.neighbours = Neighbours(http, self.boards)
         self.admission = Admission(self.client, run_slots, config, self.neighbours)
@@ -74,12 +76,12 @@ class Front(Rings):
         return [req_id for kind, req_id, _ in self.take() if kind == SubmitKind.EVICT]
 
 
-def two_fronts(scenario: Any, run_slots: int = 1, **config: Any) -> None:
+def two_fronts(scenario: Any, run_slots: int = 1, rings: RingConfig = RINGS, **config: Any) -> None:
     """Run scenario(a, b)."""
 
     async def run() -> None:
         http = HttpConfig(**config)
-        async with Front(0, run_slots, http) as a, Front(1, run_slots, http) as b:
+        async with Front(0, run_slots, http, rings) as a, Front(1, run_slots, http, rings) as b:
             for one in (a, b):
                 for other in (a, b):
                     one.sees(other)
@@ -262,3 +264,20 @@ def test_the_bounds_hold_over_both_whatever_comes(seed: int) -> None:
         assert a.neighbours.num_tokens == b.neighbours.num_tokens == 0
 
     two_fronts(scenario, run_slots=2, max_queued_requests=4, max_queued_tokens=12)
+
+
+def test_who_waits_beside_a_full_ring_is_not_sent_away_before_the_ring_has_it() -> None:
+    """An EVICT of the other front end would reach the worker first, and mean nobody."""
+
+    async def scenario(a: Front, b: Front) -> None:
+        _, entries = await a.come(n=5, priority=5)
+        *written, waiting = entries
+        assert [entry.is_submitted for entry in entries] == [True] * 4 + [False]
+        shown = [each.req_id for each in b.neighbours.worse_than(0)]
+        assert sorted(shown) == sorted(entry.req_id for entry in written)
+        a.take()
+        await until(lambda: waiting.is_submitted, "it is written")
+        assert waiting.req_id in [each.req_id for each in b.neighbours.worse_than(0)]
+
+    small = RingConfig(token_slots=64, submit_slots=4, table_size=32, submit_policy="coalesce")
+    two_fronts(scenario, run_slots=8, rings=small)

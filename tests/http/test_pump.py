@@ -7,7 +7,8 @@ from puppet import Rings, finish_record, started_record, tokens_record, until
 
 from shmserve.http import pump
 from shmserve.request import FinishReason
-from shmserve.wire import TokenKind, pack_finish, pack_message
+from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.tokens import TokenKind
 
 
 async def one(rings):

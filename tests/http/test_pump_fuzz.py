@@ -17,13 +17,9 @@ from shmserve.config import RingConfig
 from shmserve.http.direct import direct_path
 from shmserve.http.logprobs import LogprobLog
 from shmserve.http.pump import MOST_BAD_RECORDS
-from shmserve.wire import (
-    PAIRS_PER_SLOT,
-    TOKEN_SLOT_BYTES,
-    TokenKind,
-    pack_finish,
-    pack_message,
-)
+from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.logprobs import PAIRS_PER_SLOT
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TokenKind
 
 VOCAB = 64
 PIECES = [bytes([65 + i % 26]) for i in range(VOCAB)]

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
 
 import pytest
 from puppet import (
-    Puppet,
     events_of,
     finish_record,
     read_answer,
@@ -16,37 +16,14 @@ from puppet import (
     tokens_record,
     until,
 )
+from stuck import DOG, WORLD, run, stick
 
-from shmserve.config import HttpConfig, RingConfig
 from shmserve.http import slow_client
 from shmserve.request import FinishReason
 from shmserve.rings.board import BoardReader
-from shmserve.wire import SubmitKind
+from shmserve.wire.submit_slots import SubmitKind
 
-WORLD, DOG = 905, 2767  # " world", " dog"
-RINGS = RingConfig(token_slots=4096, submit_slots=16)
-
-
-def run(scenario, model, **http):
-    async def whole():
-        async with Puppet(model, HttpConfig(**http), RINGS) as puppet, asyncio.timeout(40):
-            await scenario(puppet)
-
-    asyncio.run(whole())
-
-
-async def stick(puppet, **fields):
-    """A stream whose client reads nothing, until it is congested: (reader, writer, req_id, tokens put so far)."""
-    reader, writer = await puppet.ask(stream=True, receive_buffer=4096, **fields)
-    req_id = (await puppet.submitted()).req_id
-    writer.transport.pause_reading()
-    count = 0
-    while not puppet.board["clients_congested"]:
-        assert count < 3000
-        puppet.put(*(tokens_record(req_id, [WORLD], count + i) for i in range(20)))
-        count += 20
-        await asyncio.sleep(0.002)
-    return reader, writer, req_id, count
+congest = functools.partial(stick, word="clients_congested")
 
 
 async def end_of_body(reader):
@@ -58,7 +35,7 @@ def test_a_client_that_reads_a_byte_now_and_then_is_stuck_between_two_windows(de
     """Its receive buffer swallows what it does not read, and the kernel tells of no single byte."""
 
     async def scenario(puppet):
-        _, writer, _, _ = await stick(puppet)
+        _, writer, _, _ = await congest(puppet)
         fd = writer.transport.get_extra_info("socket").fileno()
         while not puppet.board["num_slow_clients"]:
             with contextlib.suppress(BlockingIOError):
@@ -72,7 +49,7 @@ def test_a_client_that_reads_a_byte_now_and_then_is_stuck_between_two_windows(de
 
 def test_a_reader_of_http_1_0_that_resumes_gets_every_byte_and_then_the_end(default_model):
     async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet, version="1.0")
+        reader, writer, req_id, count = await congest(puppet, version="1.0")
         puppet.put(tokens_record(req_id, [DOG], count), finish_record(req_id))
         await until(lambda: not puppet.client.in_flight, "FINISH")
         writer.transport.resume_reading()
@@ -85,7 +62,7 @@ def test_a_reader_of_http_1_0_that_resumes_gets_every_byte_and_then_the_end(defa
 
 def test_a_connection_that_was_congested_serves_the_next_request(default_model):
     async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet)
+        reader, writer, req_id, count = await congest(puppet)
         puppet.put(finish_record(req_id))
         writer.transport.resume_reading()
         assert text_of(events_of((await read_answer(reader))[1])) == " world" * count
@@ -151,7 +128,7 @@ def test_a_plain_answer_that_is_read_slowly_is_served_to_the_end(default_model, 
 
 def test_the_death_of_the_worker_is_told_behind_all_the_text_to_a_paused_client(default_model):
     async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet, on_slow_client="block")
+        reader, writer, req_id, count = await congest(puppet, on_slow_client="block")
         taken = await until(puppet.take, "a PAUSE")
         assert [(kind, each) for kind, each, _ in taken] == [(SubmitKind.PAUSE, req_id)]
         puppet.put(tokens_record(req_id, [DOG], count))  # it was on its way
@@ -168,7 +145,7 @@ def test_the_death_of_the_worker_is_told_behind_all_the_text_to_a_paused_client(
 
 def test_a_paused_stream_whose_time_is_up_ends_as_any_other(default_model):
     async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet, on_slow_client="block")
+        reader, writer, req_id, count = await congest(puppet, on_slow_client="block")
         puppet.put(finish_record(req_id, FinishReason.TIMEOUT, completion_tokens=count))
         await until(lambda: not puppet.client.in_flight, "FINISH")
         writer.transport.resume_reading()
@@ -184,7 +161,7 @@ def test_the_error_of_a_cut_stream_has_a_bound_on_its_time_too(default_model):
     """Cut by the bound on bytes, and then neither read nor left: the connection is not kept for ever."""
 
     async def scenario(puppet):
-        _, _, req_id, count = await stick(puppet, slow_client_bytes=1024)
+        _, _, req_id, count = await congest(puppet, slow_client_bytes=1024)
         puppet.put(*(tokens_record(req_id, [WORLD] * 8, count + 8 * i) for i in range(100)))
         await until(lambda: puppet.board["num_slow_clients"] == 1, "it is cut")
         assert puppet.board["mailbox_bytes"] == 0 and puppet.board["clients_congested"] == 1
@@ -199,7 +176,7 @@ def test_a_cut_stream_that_is_read_on_and_on_slowly_ends_in_time(default_model):
     """It waits with 100 KB in its transport, cut; what it reads makes it no stuck one, and does not keep it for ever."""
 
     async def scenario(puppet):
-        _, writer, req_id, count = await stick(puppet)
+        _, writer, req_id, count = await congest(puppet)
         fd = writer.transport.get_extra_info("socket").fileno()
         puppet.put(*(tokens_record(req_id, [WORLD] * 8, count + 8 * i) for i in range(2400)))
         data = b""
@@ -225,8 +202,8 @@ def test_the_backlog_warning_names_request_and_depth_and_comes_once(
     monkeypatch.setattr(slow_client, "WARN_AFTER_S", 0.05)
 
     async def scenario(puppet):
-        _, _, req_id, _ = await stick(puppet)
-        other = await stick_another(puppet)
+        _, _, req_id, _ = await congest(puppet)
+        _, _, other, _ = await congest(puppet)
         await until(lambda: warnings(), "a warning")
         await asyncio.sleep(0.5)  # several looks
         (line,) = warnings()
@@ -234,21 +211,6 @@ def test_the_backlog_warning_names_request_and_depth_and_comes_once(
         depth = int(line.partition("keep up: ")[2].split()[0])
         assert 1000 < depth <= puppet.board["client_backlog_high_water_bytes"]
         assert "policy coalesce" in line and "2 clients are congested" in line
-
-    async def stick_another(puppet):
-        *_, req_id, _ = await stick_until(puppet, 2)
-        return req_id
-
-    async def stick_until(puppet, num):
-        reader, writer = await puppet.ask(stream=True, receive_buffer=4096)
-        req_id = (await puppet.submitted()).req_id
-        writer.transport.pause_reading()
-        count = 0
-        while puppet.board["clients_congested"] < num:
-            puppet.put(*(tokens_record(req_id, [WORLD], count + i) for i in range(20)))
-            count += 20
-            await asyncio.sleep(0.002)
-        return reader, writer, req_id, count
 
     def warnings():
         return [r.getMessage() for r in caplog.records if "does not keep up" in r.getMessage()]
@@ -260,7 +222,7 @@ def test_the_backlog_warning_names_request_and_depth_and_comes_once(
 def test_nobody_is_looked_at_while_all_keep_up(default_model):
     async def scenario(puppet):
         assert puppet.front.slow_clients._timer is None
-        reader, writer, req_id, _ = await stick(puppet)
+        reader, writer, req_id, _ = await congest(puppet)
         assert puppet.front.slow_clients._timer is not None
         writer.transport.resume_reading()
         puppet.put(finish_record(req_id))
@@ -272,7 +234,7 @@ def test_nobody_is_looked_at_while_all_keep_up(default_model):
 
 def test_what_waits_for_a_client_with_logprobs_counts_them(default_model):
     async def scenario(puppet):
-        _, _, req_id, count = await stick(puppet, logprobs=3)
+        _, _, req_id, count = await congest(puppet, logprobs=3)
         before = puppet.board["mailbox_bytes"]
         puppet.put(tokens_record(req_id, [WORLD] * 4, count))
         await until(lambda: puppet.board["mailbox_bytes"] > before, "they wait")
@@ -294,7 +256,7 @@ def test_the_interval_before_text_that_waited_is_that_of_its_first_token(default
     """A client that was stuck for 0.3 s: one interval says so, the others that came with that event are none."""
 
     async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet)
+        reader, writer, req_id, count = await congest(puppet)
         before, held = intervals(puppet), puppet.board["num_client_coalesced_tokens"]
         await asyncio.sleep(0.3)
         puppet.put(*(tokens_record(req_id, [WORLD], count + i) for i in range(30)))

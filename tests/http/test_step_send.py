@@ -3,16 +3,20 @@
 import asyncio
 import socket
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from puppet import Rings, finish_record, started_record, tokens_record, until
 
 from shmserve.config import RingConfig
+from shmserve.http.detokenizer import ClearPieces
 from shmserve.http.direct import direct_path
+from shmserve.http.logprob_send import LogprobPath
 from shmserve.http.pump import RECORDS_PER_TURN
 from shmserve.http.step_send import FEWEST_SENDS, StepSender
 from shmserve.http.uring import MOST_SENDS, SendRing
+from shmserve.wire.logprobs import pack_top_logprobs
 
 VOCAB = 64
 PIECES = [b"" if i == 7 else b"%d;" % i for i in range(VOCAB)]  # 7 has no text of its own
@@ -40,7 +44,7 @@ class Streams(Rings):
         self.connect()
         self.entries, self.sockets, self.slow, self.spilt = [], [], [], []
 
-    async def add(self, *, may_go_together: bool = True) -> None:
+    async def add(self, *, may_go_together: bool = True, stop: bytes = b"") -> None:
         entry = await self.submit()
         self.take()
         ours, theirs = socket.socketpair()
@@ -52,7 +56,8 @@ class Streams(Rings):
             entry.direct = None
 
         fd = ours.fileno() if may_go_together else -1
-        entry.direct = direct_path(b"<", b">", True, PIECES, 3, ours.send, spill, fd)
+        pieces = ClearPieces(PIECES, PIECES.__getitem__, (stop,)) if stop else PIECES
+        entry.direct = direct_path(b"<", b">", True, pieces, 3, ours.send, spill, fd)
         entry.on_tokens = lambda entry: self.slow.append((entry.index, entry.token_ids.copy()))
         self.entries.append(entry)
         self.sockets.append((ours, theirs))
@@ -95,7 +100,8 @@ async def outcome(steps, ring):
     """What came to each socket, what went another way, and the counts on the board."""
     async with Streams(ring) as streams:
         for i in range(NUM_STREAMS):
-            await streams.add(may_go_together=i % 8 != 5)
+            stop = b"1;" if i % 8 == 2 else b""  # such a token is the slow way's
+            await streams.add(may_go_together=i % 8 != 5, stop=stop)
         ids = [entry.req_id for entry in streams.entries]
         for kind, number in steps:
             if kind == "step":
@@ -142,6 +148,62 @@ def test_a_whole_step_goes_in_one_call_and_each_step_in_its_own():
             assert calls == [NUM_STREAMS] * 3
             frames = b"".join(b"4\r\n<%d;>\r\n" % k for k in (1, 2, 3))
             assert [streams.read(i) for i in range(NUM_STREAMS)] == [frames] * NUM_STREAMS
+
+    asyncio.run(main())
+
+
+def test_streams_with_stop_strings_go_with_the_others_but_for_tokens_that_touch_one():
+    async def main():
+        async with Streams(SendRing()) as streams:
+            for i in range(NUM_STREAMS):
+                await streams.add(stop=b"2;" if i < 4 else b"")
+            calls = []
+            send = streams.ring.send
+            streams.ring.send = lambda fds: (calls.append(len(fds)), send(fds))[1]
+            streams.put(*(tokens_record(x.req_id, [k]) for k in (1, 2, 3) for x in streams.entries))
+            await streams.settle()
+            assert calls == [NUM_STREAMS, NUM_STREAMS - 4, NUM_STREAMS]
+            assert streams.slow == [(0, [2])] * 4
+            assert streams.read(0) == b"4\r\n<1;>\r\n4\r\n<3;>\r\n"
+
+    asyncio.run(main())
+
+
+class Frames:
+    """Of a stream with logprobs: the shortest there is."""
+
+    front, middle, back, num_top = b"<", b"|", b">", 1
+
+    def logprobs(self, token_id, numbers, top_ids):
+        return b"%b %d" % (b",".join(numbers), *top_ids)
+
+
+def test_a_stream_with_logprobs_takes_two_records_a_token_and_the_others_still_go_together():
+    async def main():
+        async with Streams(SendRing()) as streams:
+            for _ in range(NUM_STREAMS):
+                await streams.add()
+            entry, sent = streams.entries[1], []
+
+            def note(frame):
+                sent.append(frame)
+                return len(frame)
+
+            entry.direct = LogprobPath(Frames(), PIECES, False, note, None)
+            calls = []
+            send = streams.ring.send
+            streams.ring.send = lambda fds: (calls.append(len(fds)), send(fds))[1]
+            for k in (1, 2):
+                records = [tokens_record(x.req_id, [k]) for x in streams.entries]
+                numbers = np.array([-0.5], np.float32)
+                top = pack_top_logprobs(entry.req_id, k, np.array([k + 2], np.int32), numbers, 1)
+                records.insert(1, top)
+                streams.put(*records)
+            await streams.settle()
+            assert calls == [NUM_STREAMS - 1] * 2
+            assert sent == [b"<1;|0.0,-0.5 3>", b"<2;|0.0,-0.5 4>"]
+            assert streams.slow == []
+            assert streams.board["tokens"] == streams.board["frames"] == 2 * NUM_STREAMS
 
     asyncio.run(main())
 

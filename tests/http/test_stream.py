@@ -1,13 +1,10 @@
-"""One SSE response behind a real socket, its records put in by hand: errors after the 200, stuck clients, silence."""
+"""One SSE response behind a real socket, its records put in by hand: errors after the 200, silence."""
 
 import asyncio
-import contextlib
 import json
-import os
 
 import pytest
 from puppet import (
-    Puppet,
     events_of,
     finish_record,
     read_answer,
@@ -16,21 +13,10 @@ from puppet import (
     tokens_record,
     until,
 )
+from stuck import DOG, WORLD, run
 
-from shmserve.config import HttpConfig, RingConfig
 from shmserve.request import FinishReason
-from shmserve.wire import SubmitKind
-
-WORLD, DOG = 905, 2767  # " world", " dog"
-RINGS = RingConfig(token_slots=4096, submit_slots=16)
-
-
-def run(scenario, model, **http):
-    async def whole():
-        async with Puppet(model, HttpConfig(**http), RINGS) as puppet, asyncio.timeout(40):
-            await scenario(puppet)
-
-    asyncio.run(whole())
+from shmserve.wire.submit_slots import SubmitKind
 
 
 def test_plain_tokens_are_written_one_frame_each_and_the_end_behind_them(default_model):
@@ -190,153 +176,6 @@ def test_a_stream_that_flows_gets_no_comments(default_model):
         assert text_of(events_of(body)) == " world" * 30
 
     run(scenario, default_model, keep_alive_s=0.1)
-
-
-async def stick(puppet, **fields):
-    """A stream whose client has stopped reading, until the transport is congested: (reader, req_id, tokens put so far)."""
-    reader, writer = await puppet.ask(stream=True, receive_buffer=4096, **fields)
-    req_id = (await puppet.submitted()).req_id
-    writer.transport.pause_reading()
-    count = 0
-    while not puppet.board["mailbox_bytes"]:
-        assert count < 3000
-        puppet.put(*(tokens_record(req_id, [WORLD], count + i) for i in range(20)))
-        count += 20
-        await asyncio.sleep(0.002)
-    return reader, writer, req_id, count
-
-
-@pytest.mark.parametrize("how", ["finish", "error"])
-def test_an_end_while_the_client_is_stuck_comes_behind_all_the_text(default_model, how):
-    async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet)
-        puppet.put(tokens_record(req_id, [DOG], count))
-        if how == "finish":
-            puppet.put(finish_record(req_id))
-        else:
-            puppet.put(finish_record(req_id, FinishReason.ERROR, "no"))
-        await until(lambda: not puppet.client.in_flight, "FINISH")
-        assert puppet.board["mailbox_bytes"] > 0
-        writer.transport.resume_reading()
-        _, body = await read_answer(reader)
-        events = events_of(body)
-        assert text_of(events) == " world" * count + " dog"
-        assert events[-1] == "[DONE]"
-        assert ("error" in events[-2]) == (how == "error")
-        await until(lambda: puppet.board["mailbox_bytes"] == 0, "the mailbox is empty")
-
-    run(scenario, default_model)
-
-
-def test_after_a_jam_the_stream_goes_on_token_by_token(default_model):
-    async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet)
-        writer.transport.resume_reading()
-        await until(lambda: puppet.board["mailbox_bytes"] == 0, "the mailbox is empty")
-        for i in range(5):
-            puppet.put(tokens_record(req_id, [DOG], count + i))
-            await asyncio.sleep(0.01)
-        puppet.put(finish_record(req_id))
-        _, body = await read_answer(reader)
-        events = events_of(body)
-        assert text_of(events) == " world" * count + " dog" * 5
-        assert [e["choices"][0]["text"] for e in events[-7:-2]] == [" dog"] * 5
-
-    run(scenario, default_model)
-
-
-def test_a_client_that_leaves_while_it_is_stuck_is_aborted_and_its_mailbox_forgotten(default_model):
-    async def scenario(puppet):
-        _, writer, req_id, _ = await stick(puppet)
-        writer.transport.abort()
-        taken = await until(puppet.take, "an ABORT")
-        assert [(kind, each) for kind, each, _ in taken] == [(SubmitKind.ABORT, req_id)]
-        puppet.put(finish_record(req_id, FinishReason.ABORT))
-        await until(lambda: not puppet.client.in_flight, "FINISH")
-        await until(lambda: puppet.board["mailbox_bytes"] == 0, "the mailbox is forgotten")
-
-    run(scenario, default_model)
-
-
-def test_the_gauge_is_the_sum_over_all_stuck_clients(default_model):
-    async def scenario(puppet):
-        *_, first, _ = await stick(puppet)
-        before = puppet.board["mailbox_bytes"]
-        reader, writer = await puppet.ask(stream=True, receive_buffer=4096)
-        second = (await puppet.submitted()).req_id
-        writer.transport.pause_reading()
-        count = 0
-        while puppet.board["mailbox_bytes"] == before:
-            assert count < 3000
-            puppet.put(*(tokens_record(second, [WORLD], count + i) for i in range(20)))
-            count += 20
-            await asyncio.sleep(0.002)
-        writer.transport.resume_reading()
-        puppet.put(finish_record(second))
-        await read_answer(reader)
-        await until(lambda: puppet.board["mailbox_bytes"] == before, "one is left")
-        assert puppet.client.in_flight.keys() == {first}
-
-    run(scenario, default_model)
-
-
-async def pile_up(puppet, req_id, count, most_bytes):
-    """More tokens for a stuck client, until that much text waits; the tokens put so far."""
-    while puppet.board["mailbox_bytes"] < most_bytes:
-        puppet.put(*(tokens_record(req_id, [WORLD] * 8, count + 8 * i) for i in range(25)))
-        count += 200
-        await asyncio.sleep(0.001)
-    return count
-
-
-def test_a_client_that_reads_slowly_is_not_one_that_is_stuck(default_model):
-    """What waits takes several times --slow-client-seconds to be read, and the client reads on."""
-
-    async def scenario(puppet):
-        reader, writer, req_id, count = await stick(puppet)
-        count = await pile_up(puppet, req_id, count, 60_000)
-        puppet.put(finish_record(req_id))
-        fd = writer.transport.get_extra_info("socket").fileno()
-        data = b""
-        for _ in range(15):  # 1.5 s, over three times what is allowed to one that reads nothing
-            await asyncio.sleep(0.1)
-            with contextlib.suppress(BlockingIOError):
-                data += os.read(fd, 2000)
-        assert puppet.board["num_slow_clients"] == 0
-        writer.transport.resume_reading()
-        _, body = await read_answer(Prefixed(data, reader))
-        assert text_of(events_of(body)) == " world" * count
-
-    run(scenario, default_model, slow_client_seconds=0.4, slow_client_bytes=1 << 20)
-
-
-class Prefixed:
-    """A reader that has read `data` already."""
-
-    def __init__(self, data, reader):
-        self._inner = asyncio.StreamReader(limit=1 << 20)
-        self._inner.feed_data(data)
-        self._reader = reader
-        self._task = asyncio.create_task(self._pour())
-
-    async def _pour(self):
-        while more := await self._reader.read(65536):
-            self._inner.feed_data(more)
-        self._inner.feed_eof()
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-
-def test_a_client_that_does_not_read_the_end_is_closed(default_model):
-    async def scenario(puppet):
-        _, _, req_id, count = await stick(puppet)
-        await pile_up(puppet, req_id, count, 60_000)
-        puppet.put(finish_record(req_id))
-        await until(lambda: puppet.board["num_slow_clients"] == 1, "it is closed")
-        assert not puppet.client.in_flight
-
-    run(scenario, default_model, slow_client_seconds=0.3, slow_client_bytes=1 << 20)
 
 
 def test_a_client_that_leaves_in_the_moment_of_its_first_token_is_aborted(default_model):

@@ -17,7 +17,8 @@ from puppet import (
 
 from shmserve.config import RingConfig
 from shmserve.request import FinishReason
-from shmserve.wire import TOKEN_SLOT_BYTES, TokenKind, pack_message
+from shmserve.wire.finish import pack_message
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TokenKind
 
 ASKED = (
     ("/v1/completions", {"prompt": "Hi", "stop": ["zq"]}),

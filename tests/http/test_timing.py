@@ -13,7 +13,7 @@ import pytest
 from serving import PATIENCE_S, until
 
 from shmserve.http.timing import Entrance, TokenTimes
-from shmserve.wire import fold_tokens
+from shmserve.wire.tokens import fold_tokens
 
 ORDER = [
     *("arrival", "parsed", "tokenised", "submitted"),
@@ -197,8 +197,8 @@ def stop_front_end(server, seconds):
 
 
 def test_a_stalled_event_loop_is_in_the_hop_before_the_tokens_are_read(tight):
-    """0.05 s of one stream at 2 ms a step are 25 tokens: they fit the ring."""
-    stream = tight.stream(max_tokens=200, ignore_eos=True, **TIMED)
+    """0.05 s of one stream at 2 ms a step are 25 tokens: they fit the ring. It lasts a second, so that a client that is late still meets it."""
+    stream = tight.stream(max_tokens=500, ignore_eos=True, **TIMED)
     events = stream.events()
     first = [json.loads(next(events))]
     stop_front_end(tight, 0.05)

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -20,7 +19,7 @@ from shmserve.http.request_book import RequestRecord
 from shmserve.http.tracing import Traces, TracingError, exporter_to
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.rings.board import Board
-from shmserve.wire import FinishRecord
+from shmserve.wire.finish import FinishRecord
 
 memory = pytest.importorskip(
     "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="the extra otel"
@@ -49,7 +48,7 @@ class Entry:
             "prefill_end_ns": 11 * MS,
             "first_token_ns": 12 * MS,
         }
-        self.finish = FinishRecord(**{f.name: 0 for f in fields(FinishRecord)} | known)
+        self.finish = FinishRecord(**dict.fromkeys(FinishRecord.__struct_fields__, 0) | known)
 
 
 def record_of(**known: object) -> RequestRecord:
@@ -91,7 +90,7 @@ def spans_of(board: Board, *records: RequestRecord) -> list:
     exporter = memory.InMemorySpanExporter()
     traces = Traces(exporter, "a-model", "an-instance", board)
     for record in records:
-        traces.tell(record)
+        traces.tell([record])
     traces.close()
     return list(exporter.get_finished_spans())
 
@@ -181,7 +180,7 @@ def test_a_collector_that_takes_nothing_costs_spans_and_never_the_loop(board, mo
     exporter = Stuck()
     traces = Traces(exporter, "a-model", "an-instance", board)
     for _ in range(1_000):  # a `tell` that waited would hang here
-        traces.tell(record_of())
+        traces.tell([record_of()])
     assert board["spans_waiting"] <= 100
     dropped = board["num_spans_dropped"]
     assert 800 <= dropped <= 900
@@ -199,7 +198,7 @@ class Broken(memory.InMemorySpanExporter):
 def test_a_collector_that_fails_is_counted_and_said_once(board, caplog) -> None:
     traces = Traces(Broken(), "a-model", "an-instance", board)
     for _ in range(100):
-        traces.tell(record_of())
+        traces.tell([record_of()])
     traces.close()
     assert board["num_spans_failed"] == 100
     assert len([r for r in caplog.records if "could not be sent" in r.message]) == 1

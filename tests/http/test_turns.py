@@ -1,9 +1,10 @@
 """Small things that wake tasks: Signal and Turnstile."""
 
 import asyncio
+from collections import Counter
 
 from shmserve.http.in_flight import Signal
-from shmserve.http.turnstile import MOST_WAIT_S, Turnstile
+from shmserve.http.turnstile import MOST_WAIT_S, TOKENS_PER_TURN, Turnstile
 
 
 def test_a_signal_set_before_the_wait_is_not_lost():
@@ -25,6 +26,27 @@ def test_a_signal_wakes_its_waiter_and_sets_that_nobody_saw_count_once():
         signal.set()
         assert await waiter is True
         assert await signal.wait(0.01) is False
+
+    asyncio.run(scenario())
+
+
+def test_waits_one_after_another_each_end_at_their_own_time_and_leave_no_timer():
+    async def scenario():
+        signal, loop = Signal(), asyncio.get_running_loop()
+        signal.set()
+        await signal.wait(20)
+        for seconds in (0.05, 0.02, 0.1):
+            loop.call_later(0.005, signal.set)
+            assert await signal.wait(0.05) is True  # its timer is still there in the next one
+            began = loop.time()
+            assert await signal.wait(seconds) is False
+            assert loop.time() - began >= seconds - 0.005
+        waiter = asyncio.create_task(signal.wait(1000))
+        await asyncio.sleep(0)
+        signal.set()
+        assert await waiter is True
+        signal.close()
+        assert signal._timer is None
 
     asyncio.run(scenario())
 
@@ -78,16 +100,56 @@ def test_who_has_tokens_goes_before_who_begins():
     asyncio.run(scenario())
 
 
+def test_eight_who_have_tokens_share_a_turn_of_the_loop_and_none_with_a_request():
+    async def scenario():
+        turnstile, order, turn = Turnstile(lambda: False), [], 0
+
+        async def handler(name, has_tokens):
+            await turnstile.turn(has_tokens=has_tokens)
+            order.append((name, turn))
+
+        tasks = [asyncio.create_task(handler("t", True)) for _ in range(20)]
+        tasks += [asyncio.create_task(handler("r", False)) for _ in range(2)]
+        for turn in range(30):  # noqa: B007  # read by the handlers
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        in_turn = Counter(turn for _, turn in order)
+        of_requests = {turn for name, turn in order if name == "r"}
+        assert max(in_turn.values()) == TOKENS_PER_TURN
+        assert len(in_turn) == 5  # 8 at once, 8, 4, and the requests
+        assert len(of_requests) == 2 and all(in_turn[turn] == 1 for turn in of_requests)
+        assert turnstile.num_waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_is_taken_at_once_by_a_loop_that_does_nothing_else():
+    async def scenario():
+        turnstile, order = Turnstile(lambda: False), []
+        turnstile.begin(lambda: order.append("first"))
+        assert order == ["first"]
+        turnstile.begin(lambda: order.append("second"))
+        assert order == ["first"]
+        while turnstile.num_waiting:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == ["first", "second"]
+
+    asyncio.run(scenario())
+
+
 def test_connections_take_turns_with_requests_however_many_of_these_wait():
     async def scenario():
         turnstile, order = Turnstile(lambda: False), []
 
-        async def handler(name, is_connection):
-            await turnstile.turn(has_tokens=False, is_connection=is_connection)
+        async def handler(name):
+            await turnstile.turn(has_tokens=False)
             order.append(name)
 
-        tasks = [asyncio.create_task(handler(f"r{i}", False)) for i in range(6)]
-        tasks += [asyncio.create_task(handler(f"c{i}", True)) for i in range(2)]
+        tasks = [asyncio.create_task(handler(f"r{i}")) for i in range(6)]
+        await asyncio.sleep(0)
+        for i in range(2):
+            turnstile.begin(lambda i=i: order.append(f"c{i}"))
         await asyncio.gather(*tasks)
         assert order[1:5] in (["r1", "c0", "r2", "c1"], ["c0", "r1", "c1", "r2"])
         assert order[5:] == ["r3", "r4", "r5"]

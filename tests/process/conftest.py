@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import mortal
 import pytest
 
 from shmserve.instance_socket import InstanceError, ask, runtime_dir
@@ -93,7 +94,7 @@ class Server:
         self.environ = environ
         self.log = Path(environ["XDG_RUNTIME_DIR"]) / f"log-{time.monotonic_ns()}"
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
+            self.process = mortal.start(
                 argv,
                 env=dict(environ),
                 stdout=log,

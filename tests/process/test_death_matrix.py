@@ -1,12 +1,11 @@
 """Every process, every kind of death, every phase: what clients get, who comes back, and that nothing is left.
 
-Real processes and real signals over the simulated runner. One test of the default suite takes a server through several deaths; the whole
-matrix, one server a cell, is `make test-all`'s.
+Real processes and real signals over the simulated runner: one server a cell, and one that goes through several deaths. All of it is
+`make test-all`'s.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,124 +13,13 @@ from typing import Any
 
 import pytest
 from asking import Ask, metric, status_of
+from scene import PHASES, Scene
 from strange_worker import SEEDS
 
-pytestmark = pytest.mark.usefixtures("default_model")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_model")]
 
-PHASES = ("idle", "loading", "prefill", "decode")
-DEADLY = (signal.SIGKILL, signal.SIGSEGV)
-NUM_STREAMS = 32
-RINGS = {"token_slots": 4096, "submit_slots": 256}
-
-
-class Scene:
-    """A server in one phase, with the requests that put it there."""
-
-    def __init__(
-        self,
-        start: Callable[..., Any],
-        folder: Path,
-        until: Any,
-        words_of: Any,
-        phase: str,
-        *,
-        token_ms: float = 0.0,
-        worker: dict[str, Any] | None = None,
-        **config: Any,
-    ) -> None:
-        self.folder = folder
-        self.until = until
-        self._words_of = words_of
-        self.phase = phase
-        self.asks: list[Ask] = []
-        if phase == "loading":
-            self.hold("loading")
-        (folder / "token-ms").write_text(str(token_ms))
-        engine = {"runner": "simulated", "step_ms": 10.0, "max_num_seqs": NUM_STREAMS}
-        config |= {"worker": engine | (worker or {}), "rings": RINGS}
-        self.server = start(strange=str(folder), config=config)
-
-    def begin(self) -> Scene:
-        phase = self.phase
-        if phase == "loading":
-            self.until(lambda: self.worker_row()["phase"] == "weights", "the worker loads")
-            self.until(lambda: self.server.child("http")["state"] == "ready", "the front end")
-        else:
-            self.server.wait_ready()
-        self.port = self.server.port()
-        self.fill(phase)
-        self.pids = {role: self.server.pids(role)[0] for role in ("http", "worker")}
-        self.pids["supervisor"] = self.server.pid
-        return self
-
-    def fill(self, phase: str) -> None:
-        """Bring the requests of `phase` on their way."""
-        if phase == "prefill":
-            self.hold("prefill")
-            self.asks = [Ask(self.port, prompt=[19556] * 600, max_tokens=20)]
-            self.until(lambda: self.words("worker")["phase"] == 4, "a prefill step")
-        elif phase == "decode":
-            self.asks = [Ask(self.port, max_tokens=300) for _ in range(NUM_STREAMS)]
-            for each in self.asks:
-                each.wait_first()
-
-    def hold(self, what: str) -> None:
-        (self.folder / f"hold-{what}").touch()
-
-    def let_go(self) -> None:
-        for path in self.folder.glob("hold-*"):
-            path.unlink()
-
-    def worker_row(self) -> dict[str, Any]:
-        row: dict[str, Any] = self.server.child("worker")
-        return row
-
-    def words(self, role: str) -> dict[str, int]:
-        """The words of the board of `role` as it lives now."""
-        words: dict[str, int] = self._words_of(self.server, role)
-        return words
-
-    def kill(self, role: str, number: int) -> None:
-        os.kill(self.pids[role], number)
-
-    def outcomes(self) -> set[str]:
-        asks, self.asks = self.asks, []
-        return {each.outcome() for each in asks}
-
-    def is_as_before(self, *roles: str) -> bool:
-        return all(self.server.pids(role)[0] == self.pids[role] for role in roles)
-
-    def expect_successor(self, role: str) -> None:
-        """A new process of this role; the other is the same; all serve."""
-        self.until(lambda: self.server.pids(role)[0] not in (0, self.pids[role]), f"a new {role}")
-        self.let_go()
-        self.until(lambda: self.server.status()["state"] in ("ready", "starting"), "recovery")
-        self.until(lambda: status_of(self.port, "/ready")[0] == 200, "ready again")
-        assert self.is_as_before("http" if role == "worker" else "worker")
-        self.pids[role] = self.server.pids(role)[0]
-
-    def expect_service(self) -> None:
-        """One more request is served, and nothing of those before it is left."""
-        ask = Ask(self.port, max_tokens=5)
-        assert ask.outcome() == "done"
-        self.until(self.is_empty, "idle")
-
-    def is_empty(self) -> bool:
-        worker, http = self.words("worker"), self.words("http")
-        busy = ("running", "waiting", "paused", "kv_blocks_used")
-        return not any(worker[word] for word in busy) and not http["in_flight"]
-
-    def expect_end(self, code: int = 0) -> None:
-        """The supervisor ends, and every process, segment, socket and file with it."""
-        assert self.server.wait() == code, self.server.output()
-        assert self.server.leftovers() == []
-        assert not any(os.path.exists(f"/proc/{pid}") for pid in self.pids.values())
-
-    def expect_nothing_left(self, is_alive: Callable[[int], bool]) -> None:
-        """The supervisor was killed: everybody ends, and removes what there was."""
-        self.server.process.wait(30)
-        self.until(lambda: not any(is_alive(pid) for pid in self.pids.values()), "all ended")
-        assert self.server.leftovers() == []
+each_phase = pytest.mark.parametrize("phase", PHASES)
+each_death = pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSEGV))
 
 
 @pytest.fixture
@@ -155,7 +43,6 @@ def scene(start: Any, until: Any, words_of: Any, tmp_path: Path) -> Iterator[Cal
 # --- several deaths of one instance
 
 
-@pytest.mark.slow
 def test_an_instance_with_32_streams_outlives_every_death_but_the_supervisors(
     scene: Any, is_alive: Any
 ) -> None:
@@ -190,8 +77,7 @@ def test_an_instance_with_32_streams_outlives_every_death_but_the_supervisors(
 # --- the matrix
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@each_phase
 def test_supervisor_told_to_end_drains(scene: Any, phase: str) -> None:
     s = scene(phase)
     s.kill("supervisor", signal.SIGTERM)
@@ -203,9 +89,8 @@ def test_supervisor_told_to_end_drains(scene: Any, phase: str) -> None:
     s.expect_end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number", DEADLY)
+@each_phase
+@each_death
 def test_supervisor_that_dies_takes_everything_along(
     scene: Any, is_alive: Any, phase: str, number: int
 ) -> None:
@@ -215,8 +100,7 @@ def test_supervisor_that_dies_takes_everything_along(
     s.expect_nothing_left(is_alive)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@each_phase
 def test_supervisor_that_is_stopped_is_not_missed(scene: Any, phase: str) -> None:
     s = scene(phase)
     s.kill("supervisor", signal.SIGSTOP)
@@ -230,13 +114,10 @@ def test_supervisor_that_is_stopped_is_not_missed(scene: Any, phase: str) -> Non
     s.kill("supervisor", signal.SIGCONT)
     s.until(lambda: status_of(s.port, "/ready")[0] == 200, "ready")
     assert s.is_as_before("http", "worker")
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
+    s.expect_good_end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@each_phase
 @pytest.mark.parametrize("role", ["http", "worker"])
 def test_children_ignore_what_a_terminal_sends(scene: Any, role: str, phase: str) -> None:
     s = scene(phase)
@@ -246,14 +127,11 @@ def test_children_ignore_what_a_terminal_sends(scene: Any, role: str, phase: str
     assert s.outcomes() <= {"done"}
     s.server.wait_ready()
     assert s.is_as_before("http", "worker")
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
+    s.expect_good_end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number", DEADLY)
+@each_phase
+@each_death
 def test_front_end_that_dies_is_followed_and_its_sequences_are_freed(
     scene: Any, phase: str, number: int
 ) -> None:
@@ -262,13 +140,10 @@ def test_front_end_that_dies_is_followed_and_its_sequences_are_freed(
     assert status_of(s.port, "/live")[0] in (0, 200)  # refused it never is
     assert s.outcomes() <= {"broken"}
     s.expect_successor("http")
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
+    s.expect_good_end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@each_phase
 def test_front_end_that_is_stopped_is_reported_and_goes_on(scene: Any, phase: str) -> None:
     s = scene(phase)
     s.kill("http", signal.SIGSTOP)
@@ -279,27 +154,11 @@ def test_front_end_that_is_stopped_is_reported_and_goes_on(scene: Any, phase: st
     assert s.outcomes() <= {"done"}
     s.server.wait_ready()
     assert s.is_as_before("http", "worker")
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
+    s.expect_good_end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-def test_front_end_that_stays_stopped_is_killed_and_followed(scene: Any, phase: str) -> None:
-    s = scene(phase, hang_timeout_s=1.0)
-    s.kill("http", signal.SIGSTOP)
-    assert s.outcomes() <= {"broken"}
-    s.expect_successor("http")
-    assert s.server.child("http")["causes"] == {"stopped": 1}
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("number", DEADLY)
+@each_phase
+@each_death
 def test_worker_that_dies_fails_its_requests_well_and_is_followed(
     scene: Any, phase: str, number: int
 ) -> None:
@@ -311,13 +170,10 @@ def test_worker_that_dies_fails_its_requests_well_and_is_followed(
     assert health == 503 and int(retry_after) > 0
     assert Ask(s.port, max_tokens=5).outcome() == "error"
     s.expect_successor("worker")
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
+    s.expect_good_end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@each_phase
 def test_worker_that_is_stopped_is_unhealthy_and_goes_on(scene: Any, phase: str) -> None:
     s = scene(phase)
     s.kill("worker", signal.SIGSTOP)
@@ -328,25 +184,22 @@ def test_worker_that_is_stopped_is_unhealthy_and_goes_on(scene: Any, phase: str)
     s.until(lambda: status_of(s.port, "/health")[0] == 200, "healthy")
     assert s.outcomes() <= {"done"}
     assert s.is_as_before("http", "worker")
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
+    s.expect_good_end()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-def test_worker_that_stays_stopped_is_killed_and_followed(scene: Any, phase: str) -> None:
+@each_phase
+@pytest.mark.parametrize(("role", "outcome"), [("http", "broken"), ("worker", "error")])
+def test_child_that_stays_stopped_is_killed_and_followed(
+    scene: Any, role: str, outcome: str, phase: str
+) -> None:
     s = scene(phase, hang_timeout_s=1.0)
-    s.kill("worker", signal.SIGSTOP)
-    assert s.outcomes() <= {"error"}
-    s.expect_successor("worker")
-    assert s.worker_row()["causes"] == {"stopped": 1}
-    s.expect_service()
-    s.kill("supervisor", signal.SIGTERM)
-    s.expect_end()
+    s.kill(role, signal.SIGSTOP)
+    assert s.outcomes() <= {outcome}
+    s.expect_successor(role)
+    assert s.server.child(role)["causes"] == {"stopped": 1}
+    s.expect_good_end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["idle", "decode"])
 def test_stopped_children_do_not_outlive_the_supervisor(
     scene: Any, is_alive: Any, phase: str
@@ -359,7 +212,6 @@ def test_stopped_children_do_not_outlive_the_supervisor(
     s.expect_nothing_left(is_alive)
 
 
-@pytest.mark.slow
 def test_nobody_waits_for_clients_that_do_not_read(scene: Any, is_alive: Any) -> None:
     """The supervisor dies while streams are stuck: their errors cannot be written, and everything ends all the same."""
     s = scene("idle", worker={"step_ms": 1.0})
@@ -376,7 +228,6 @@ def hang(s: Scene, how: str) -> Ask:
     return Ask(s.port, seed=SEEDS[how], max_tokens=50)
 
 
-@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_and_one_that_is_long_is_not(scene: Any) -> None:
     """The long one takes three times the hang timeout, and is the first of its kind: the warm-up has told what a token costs."""
     budget = {"max_num_batched_tokens": 2048}
@@ -393,7 +244,6 @@ def test_a_step_that_hangs_is_ended_and_one_that_is_long_is_not(scene: Any) -> N
     s.expect_service()
 
 
-@pytest.mark.slow
 def test_a_worker_whose_heart_stops_is_unhealthy_at_once_and_then_ended(scene: Any) -> None:
     s = scene("idle", hang_timeout_s=3.0)
     ask = hang(s, "hangs_holding_the_interpreter")
@@ -404,7 +254,6 @@ def test_a_worker_whose_heart_stops_is_unhealthy_at_once_and_then_ended(scene: A
     assert "no heartbeat for" in s.worker_row()["last_death"]
 
 
-@pytest.mark.slow
 def test_a_step_that_raises_ends_the_worker_with_its_words(scene: Any) -> None:
     s = scene("idle")
     assert hang(s, "raises").outcome() == "error"
@@ -421,12 +270,11 @@ def test_a_step_that_raises_ends_the_worker_with_its_words(scene: Any) -> None:
     ("how", "culprit"),
     [
         ("lies_about_tokens", "worker"),
-        pytest.param("lies_about_submit_credits", "worker", marks=pytest.mark.slow),
-        pytest.param("writes_nonsense", "worker", marks=pytest.mark.slow),
-        pytest.param("is_lied_to", "http", marks=pytest.mark.slow),
+        ("lies_about_submit_credits", "worker"),
+        ("writes_nonsense", "worker"),
+        ("is_lied_to", "http"),
     ],
 )
-@pytest.mark.slow
 def test_who_breaks_a_ring_is_started_anew_on_a_new_channel(
     scene: Any, how: str, culprit: str
 ) -> None:

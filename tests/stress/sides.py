@@ -16,13 +16,12 @@ import numpy as np
 
 from shmserve.rings.channel import Ring
 from shmserve.rings.policy import Blocking, Coalescing, Dropping, RingWriter
-from shmserve.wire import (
+from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.tokens import (
     TOKEN_SLOT_BYTES,
     TOKENS_DTYPE,
     TokenKind,
     fold_tokens,
-    pack_finish,
-    pack_message,
     stamp_publish,
     weigh_tokens,
 )

@@ -18,7 +18,7 @@ import shmserve
 from shmserve.rings.channel import Ring, RingShape
 from shmserve.rings.observe import RingView
 from shmserve.rings.segment import names
-from shmserve.wire import TOKEN_SLOT_BYTES
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES
 
 SIDES = Path(__file__).with_name("sides.py")
 ROOT = Path(shmserve.__file__).parents[1]

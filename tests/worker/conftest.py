@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve import wire
 from shmserve.boards import WORKER_BOARD
 from shmserve.config import RingConfig
 from shmserve.request import FinishReason, SamplingParams
@@ -19,12 +19,26 @@ from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.rings.segment import names, unlink
 from shmserve.token_bytes import TokenBytes
-from shmserve.wire import Submit, SubmitKind, TokenKind
+from shmserve.wire.finish import FinishRecord, unpack_finish, unpack_message
+from shmserve.wire.logprobs import FLAG_RUN, TOP_DTYPE
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES, SubmitKind, pack_control
+from shmserve.wire.tokens import (
+    FLAG_LAST_IS_STOP,
+    TOKEN_SLOT_BYTES,
+    TOKENS_DTYPE,
+    TokenKind,
+    token_key,
+)
 from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.engine import Engine
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.simulated_runner import SimulatedRunner
 from shmserve.worker.stopping import StopConditions
+
+HERE = str(Path(__file__).resolve().parent)
+if HERE not in sys.path:  # checkpoints.py
+    sys.path.insert(0, HERE)
 
 EOS = 1
 SPECIAL_IDS = (0, 1, 2)
@@ -45,11 +59,11 @@ class FrontEnd:
         self.token_ring = channel.tokens.consumer()
         self.is_ready = False
         self.submitted: list[int] = []
-        self.started: dict[int, wire.FinishRecord] = {}
+        self.started: dict[int, FinishRecord] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.times_ns: dict[int, list[int]] = defaultdict(list)
         self.messages: dict[int, str] = defaultdict(str)
-        self.finished: dict[int, wire.FinishRecord] = {}
+        self.finished: dict[int, FinishRecord] = {}
         self.last_is_stop: set[int] = set()
         self.top: dict[tuple[int, int], list[int]] = {}
         self.prompt: dict[int, list[tuple[list[int], list[float]]]] = {}
@@ -61,15 +75,15 @@ class FrontEnd:
         params.setdefault("max_tokens", 4)
         params.setdefault("seed", req_id)
         request = Submit(req_id, np.array(prompt, np.int32), SamplingParams(**params))
-        assert self.submit_ring.try_write(*wire.pack_submit(request))
+        assert self.submit_ring.try_write(*pack_submit(request))
         self.submitted.append(req_id)
         return req_id
 
     def control(self, kind: SubmitKind, req_id: int) -> None:
-        assert self.submit_ring.try_write(wire.pack_control(kind, req_id, time_ns=1), 1)
+        assert self.submit_ring.try_write(pack_control(kind, req_id, time_ns=1), 1)
 
     def send_raw(self, slots: bytes) -> None:
-        assert self.submit_ring.try_write(slots, len(slots) // wire.SUBMIT_SLOT_BYTES)
+        assert self.submit_ring.try_write(slots, len(slots) // SUBMIT_SLOT_BYTES)
 
     def read(self, most: int = 1 << 30) -> int:
         """Handle up to `most` announced token slots; how many there were."""
@@ -81,7 +95,7 @@ class FrontEnd:
         return count
 
     def _handle(self, slot: bytes) -> None:
-        req_id, kind = wire.token_key(slot), TokenKind(slot[20])
+        req_id, kind = token_key(slot), TokenKind(slot[20])
         self.kinds.append(kind)
         if kind is TokenKind.READY:
             assert not self.is_ready
@@ -91,21 +105,21 @@ class FrontEnd:
         assert req_id not in self.finished, f"{kind.name} behind the FINISH of {req_id:x}"
         if kind is TokenKind.STARTED:
             assert req_id not in self.started
-            self.started[req_id] = wire.unpack_finish(slot)
+            self.started[req_id] = unpack_finish(slot)
         elif kind is TokenKind.TOKENS:
-            self._take_tokens(req_id, np.frombuffer(slot, wire.TOKENS_DTYPE)[0])
+            self._take_tokens(req_id, np.frombuffer(slot, TOKENS_DTYPE)[0])
         elif kind is TokenKind.TOP_LOGPROBS:
-            record = np.frombuffer(slot, wire.TOP_DTYPE)[0]
+            record = np.frombuffer(slot, TOP_DTYPE)[0]
             assert record["index"] >= len(self.tokens[req_id]), "they stand before their TOKENS"
             top = self.top.setdefault((req_id, int(record["index"])), [])
             top += record["token_ids"][: record["count"]].tolist()
         elif kind is TokenKind.PROMPT_LOGPROBS:
-            self._take_prompt(req_id, np.frombuffer(slot, wire.TOP_DTYPE)[0])
+            self._take_prompt(req_id, np.frombuffer(slot, TOP_DTYPE)[0])
         elif kind is TokenKind.MESSAGE:
-            self.messages[req_id] += wire.unpack_message(slot)
+            self.messages[req_id] += unpack_message(slot)
         else:
             assert kind is TokenKind.FINISH
-            record = self.finished[req_id] = wire.unpack_finish(slot)
+            record = self.finished[req_id] = unpack_finish(slot)
             is_error = record.finish == FinishReason.ERROR
             assert is_error == (req_id in self.messages), (
                 "an error, and only an error, is explained"
@@ -117,7 +131,7 @@ class FrontEnd:
         assert req_id in self.started and not self.tokens[req_id], "not between STARTED and tokens"
         said, count = self.prompt.setdefault(req_id, []), int(record["count"])
         pairs = record["token_ids"][:count].tolist(), record["logprobs"][:count].tolist()
-        if record["flags"] & wire.FLAG_RUN:
+        if record["flags"] & FLAG_RUN:
             assert record["index"] == len(said) + 1, "a hole"
             said += [([token], [value]) for token, value in zip(*pairs, strict=True)]
         elif record["index"] == len(said) + 1:
@@ -135,7 +149,7 @@ class FrontEnd:
         self.tokens[req_id] += record["token_ids"][: record["count"]].tolist()
         later_us = [0, *record["dt_us"][1 : record["count"]].tolist()]
         self.times_ns[req_id] += [int(record["time_ns"]) + 1000 * dt for dt in later_us]
-        if record["flags"] & wire.FLAG_LAST_IS_STOP:
+        if record["flags"] & FLAG_LAST_IS_STOP:
             self.last_is_stop.add(req_id)
 
 
@@ -221,8 +235,8 @@ class Rig:
             EmissionLog(str(log_path)) if log_path else None,
         )
         self._shapes = (
-            RingShape(wire.SUBMIT_SLOT_BYTES, submit_slots),
-            RingShape(wire.TOKEN_SLOT_BYTES, token_slots),
+            RingShape(SUBMIT_SLOT_BYTES, submit_slots),
+            RingShape(TOKEN_SLOT_BYTES, token_slots),
         )
         self.fronts = [self.open(http) for http in range(num_http)]
 

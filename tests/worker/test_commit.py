@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.token_bytes import TokenBytes
-from shmserve.wire import FLAG_LAST_IS_STOP, TOKENS_DTYPE, TOP_DTYPE, TokenKind
+from shmserve.wire.logprobs import TOP_DTYPE
+from shmserve.wire.tokens import FLAG_LAST_IS_STOP, TOKENS_DTYPE, TokenKind
 from shmserve.worker.batch import StepOutput
 from shmserve.worker.columns import STOP_COLUMNS
 from shmserve.worker.commit import Committer

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from checkpoints import prepared
 
 from shmserve.config import PRECISIONS_OF, Config, ConfigError, WorkerConfig
-from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.token_bytes import TokenBytes
 from shmserve.worker.__main__ import build_runner
@@ -72,25 +72,7 @@ def exact(llama):
 
 def built(folder: Path, precision: str, runner: str = "auto"):
     TokenBytes.from_list([b"x"] * VOCAB).save(folder / "token_bytes.bin")
-    model = PreparedModel(
-        folder=folder,
-        name="toy",
-        spec="toy",
-        weights=folder,
-        format="safetensors",
-        architecture="",
-        vocab_size=VOCAB,
-        context_length=64,
-        bos_token_id=1,
-        eos_token_ids=(2,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
-    )
+    model = prepared(folder, bos_token_id=1, eos_token_ids=(2,))
     worker = WorkerConfig(
         runner=runner,
         cpu_precision=precision,

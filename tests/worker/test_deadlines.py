@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shmserve import wire
 from shmserve.config import WorkerConfig
 from shmserve.request import FinishReason, SamplingParams
-from shmserve.wire import Submit, SubmitKind
+from shmserve.wire.finish import KEEP_ALL
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import SubmitKind
 from shmserve.worker.deadlines import Deadlines
 
 NEVER_NS = 1 << 60
@@ -23,7 +24,7 @@ def submit(front, req_id, *, deadline_ns=0, arrival_ns=0, **params):
         arrival_ns=arrival_ns,
         deadline_ns=deadline_ns,
     )
-    assert front.submit_ring.try_write(*wire.pack_submit(request))
+    assert front.submit_ring.try_write(*pack_submit(request))
 
 
 def bounded(rig, **config):
@@ -52,7 +53,7 @@ def test_who_runs_is_ended_with_what_it_has_and_the_next_begins(rig, clock):
     r.run_dry()
     record = r.front.finished[1]
     assert (record.finish, record.completion_tokens) == (FinishReason.TIMEOUT, 3)
-    assert record.scheduled_ns and record.keep_bytes == wire.KEEP_ALL
+    assert record.scheduled_ns and record.keep_bytes == KEEP_ALL
     assert r.front.tokens[1] == r.expected(1, 3)
     assert r.front.finished[2].finish == FinishReason.LENGTH
     assert (r.board["num_timed_out"], r.board["num_finished"]) == (1, 2)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import prepared, random_weights, write_folder
 from safetensors.torch import save_file
 
-from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.worker.batch import Batch
 from shmserve.worker.models import attention
@@ -67,51 +67,6 @@ ARCHITECTURES = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-
-
-def random_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    num_q, num_kv = config["num_attention_heads"], config["num_key_value_heads"]
-    kind = config["model_type"]
-
-    def matrix(*shape):
-        return (rng.normal(size=shape) * 0.3).astype(np.float32)
-
-    def gain(size):
-        return (1 + 0.3 * rng.normal(size=size)).astype(np.float32)
-
-    out = {"model.embed_tokens.weight": matrix(VOCAB, hidden), "model.norm.weight": gain(hidden)}
-    if not config["tie_word_embeddings"]:
-        out["lm_head.weight"] = matrix(VOCAB, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        out[at + "input_layernorm.weight"] = gain(hidden)
-        out[at + "post_attention_layernorm.weight"] = gain(hidden)
-        for name, heads in (("q", num_q), ("k", num_kv), ("v", num_kv)):
-            out[f"{at}self_attn.{name}_proj.weight"] = matrix(heads * head, hidden)
-            if kind == "qwen2" or config.get("attention_bias"):
-                out[f"{at}self_attn.{name}_proj.bias"] = matrix(heads * head)
-        out[at + "self_attn.o_proj.weight"] = matrix(hidden, num_q * head)
-        if config.get("attention_bias"):
-            out[at + "self_attn.o_proj.bias"] = matrix(hidden)
-        if kind == "qwen3":
-            out[at + "self_attn.q_norm.weight"] = gain(head)
-            out[at + "self_attn.k_norm.weight"] = gain(head)
-        out[at + "mlp.gate_proj.weight"] = matrix(ffn, hidden)
-        out[at + "mlp.up_proj.weight"] = matrix(ffn, hidden)
-        out[at + "mlp.down_proj.weight"] = matrix(hidden, ffn)
-    return out
-
-
-def write_folder(folder: Path, config: dict, weights: dict[str, np.ndarray], dtype=None) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 # --- the plain implementation: one token at a time, float64, rotation by complex numbers
@@ -206,32 +161,11 @@ def plain_logprobs(config: dict, weights: dict[str, np.ndarray], tokens: list[in
 # --- driving the runner
 
 
-def prepared(path: Path, format: str = "safetensors") -> PreparedModel:
-    return PreparedModel(
-        folder=path.parent,
-        name="toy",
-        spec=str(path),
-        weights=path,
-        format=format,
-        architecture="toy",
-        vocab_size=VOCAB,
-        context_length=96,
-        bos_token_id=None,
-        eos_token_ids=(0,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
-    )
-
-
 def runner_of(path: Path, format: str = "safetensors", progress=lambda what, share: None, **kwargs):
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": None}
     limits |= {"kv_cache_bytes": 1 << 19, "block_size": BLOCK, "num_threads": 1}
-    return TorchRunner(prepared(path, format), **{**limits, **kwargs}, progress=progress)
+    model = prepared(path, format=format, vocab_size=VOCAB, context_length=96)
+    return TorchRunner(model, **{**limits, **kwargs}, progress=progress)
 
 
 def chunk(tokens, start: int, blocks) -> Batch:

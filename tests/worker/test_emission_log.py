@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve.wire import TOKENS_DTYPE, TokenKind, pack_top_logprobs
+from shmserve.wire.logprobs import pack_top_logprobs
+from shmserve.wire.tokens import TOKENS_DTYPE, TokenKind
 from shmserve.worker import emission_log
 from shmserve.worker.commit import Committed
 from shmserve.worker.emission_log import EmissionLog

@@ -9,14 +9,8 @@ import pytest
 from shmserve.config import RingConfig
 from shmserve.rings import layout as L
 from shmserve.rings.channel import Channel, RingShape
-from shmserve.wire import (
-    TOKEN_SLOT_BYTES,
-    TOKENS_DTYPE,
-    TokenKind,
-    pack_finish,
-    pack_message,
-    token_key,
-)
+from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TOKENS_DTYPE, TokenKind, token_key
 from shmserve.worker.emitter import Emitter
 
 _numbers = itertools.count()

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmserve import wire
 from shmserve.boards import Phase
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.rings import layout as L
 from shmserve.rings.board import BoardReader
-from shmserve.wire import SubmitKind, TokenKind, digest_of_req_id, pack_control
+from shmserve.wire.finish import KEEP_ALL
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES, SubmitKind, digest_of_req_id, pack_control
+from shmserve.wire.tokens import TokenKind
 
 EOS = 1
 POLICIES = ["coalesce", "block", "drop"]
@@ -38,7 +40,7 @@ def test_a_request_is_started_streamed_and_finished(rig):
     assert (started.prompt_tokens, started.completion_tokens, started.finish) == (4, 0, 0)
     assert finished.finish == FinishReason.LENGTH
     assert (finished.prompt_tokens, finished.completion_tokens) == (4, 3)
-    assert finished.keep_bytes == wire.KEEP_ALL
+    assert finished.keep_bytes == KEEP_ALL
     assert (finished.matched_token, finished.matched_stop) == (-1, -1)
     assert (
         0
@@ -189,9 +191,7 @@ def test_a_submit_that_cannot_be_read_is_refused_and_a_living_request_is_left_al
     r = rig()
     r.front.submit(1, max_tokens=6)
     r.step()
-    lie = bytearray(
-        wire.pack_submit(wire.Submit(1, np.ones(2, np.int32), SamplingParams(max_tokens=4)))[0]
-    )
+    lie = bytearray(pack_submit(Submit(1, np.ones(2, np.int32), SamplingParams(max_tokens=4)))[0])
     lie[12:16] = b"\xff\xff\xff\xff"
     r.front.send_raw(bytes(lie))
     r.front.submit(1)  # the same id again
@@ -222,7 +222,7 @@ def test_no_bytes_of_a_front_end_end_the_worker(new_rig, units):
                 r.front.submit(number << 32, prompt=(3,) * unit)
                 continue
             kind, noise = unit if isinstance(unit, tuple) else (None, unit)
-            slot = bytearray(noise.ljust(wire.SUBMIT_SLOT_BYTES, b"\0"))
+            slot = bytearray(noise.ljust(SUBMIT_SLOT_BYTES, b"\0"))
             if kind is not None:
                 slot[:16] = ((number << 32) + 1).to_bytes(8, "little") + bytes(
                     [kind, 0, 1, 0, 0, 0, 0, 0]
@@ -233,9 +233,7 @@ def test_no_bytes_of_a_front_end_end_the_worker(new_rig, units):
         assert set(r.front.submitted) <= set(r.front.finished)
         ends = {r.front.finished[n].finish for n in r.front.submitted}
         may = {FinishReason.LENGTH}
-        if any(
-            isinstance(unit, tuple) and unit[0] == wire.SubmitKind.ABORT_BY_ID for unit in units
-        ):
+        if any(isinstance(unit, tuple) and unit[0] == SubmitKind.ABORT_BY_ID for unit in units):
             may.add(FinishReason.ABORT)  # noise that says: all of them
         assert ends <= may
         r.assert_idle()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shmserve import wire
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
 from shmserve.worker.engine import MOST_BAD_RECORDS
 
 
@@ -45,7 +45,7 @@ def test_bad_records_end_the_channel_when_there_are_too_many(rig):
     r = rig(num_http=2)
     told = told_by(r)
     front, other = r.fronts
-    noise = b"\xee" * wire.SUBMIT_SLOT_BYTES
+    noise = b"\xee" * SUBMIT_SLOT_BYTES
     for _ in range(MOST_BAD_RECORDS - 1):
         front.send_raw(noise)
     front.submit(1)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.request import FinishReason
-from shmserve.wire import SubmitKind
+from shmserve.wire.submit_slots import SubmitKind
 
 
 def follows(r) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
+import batches
 import numpy as np
 import pytest
 import torch
+from checkpoints import prepared
 
-from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
-from shmserve.worker.batch import Batch, PromptPart
+from shmserve.worker.batch import PromptPart
 from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
 from shmserve.worker.sampling_state import SamplingState
 
@@ -128,54 +130,15 @@ def saved(config, folder: Path) -> Path:
 def runner_of(folder: Path, **kwargs):
     from shmserve.worker.hf_runner import HFRunner  # seconds: not for those who only collect tests
 
-    model = PreparedModel(
-        folder=folder,
-        name="toy",
-        spec=str(folder),
-        weights=folder,
-        format=kwargs.pop("format", "safetensors"),
-        architecture="",
-        vocab_size=VOCAB,
-        context_length=CONTEXT,
-        bos_token_id=1,
-        eos_token_ids=(2,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
-    )
+    sizes = {"vocab_size": VOCAB, "context_length": CONTEXT}
+    ids = {"bos_token_id": 1, "eos_token_ids": (2,)}
+    model = prepared(folder, format=kwargs.pop("format", "safetensors"), **sizes, **ids)
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "max_model_len": None}
     limits |= {"kv_cache_bytes": 1 << 20, "block_size": BLOCK, "num_threads": 1}
     return HFRunner(model, **{**limits, **kwargs}, progress=lambda what, share: None)
 
 
-def batch_of(*parts: tuple[list[int], int, list[int]], prompt_parts=()) -> Batch:
-    """Sequences (tokens, position of the first, blocks); row slot = index, and all of them sample."""
-    lengths = [len(tokens) for tokens, _, _ in parts]
-    table = np.zeros((len(parts), max(len(blocks) for _, _, blocks in parts)), np.int32)
-    for index, (_, _, blocks) in enumerate(parts):
-        table[index, : len(blocks)] = blocks
-    starts = np.array([start for _, start, _ in parts], np.int32)
-    owners = np.repeat(np.arange(len(parts)), lengths)
-    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    positions = (np.arange(cu_seqlens[-1]) - cu_seqlens[owners] + starts[owners]).astype(np.int32)
-    slots = table[owners, positions // BLOCK] * BLOCK + positions % BLOCK
-    return Batch(
-        step=0,
-        rows=np.arange(len(parts), dtype=np.int32),
-        token_ids=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
-        positions=positions,
-        kv_slots=slots.astype(np.int32),
-        cu_seqlens=cu_seqlens,
-        block_table=table,
-        kv_lens=(starts + lengths).astype(np.int32),
-        sample_seqs=np.arange(len(parts), dtype=np.int32),
-        is_decode=all(length == 1 for length in lengths),
-        prompt_parts=prompt_parts,
-    )
+batch_of = functools.partial(batches.batch_of, block_size=BLOCK)
 
 
 def greedy_state() -> SamplingState:

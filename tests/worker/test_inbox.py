@@ -13,7 +13,8 @@ from shmserve.request import SamplingParams
 from shmserve.rings import layout as L
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.rings.spsc import RingProtocolError
-from shmserve.wire import SUBMIT_SLOT_BYTES, Submit, SubmitKind, pack_control, pack_submit
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES, SubmitKind, pack_control
 from shmserve.worker.inbox import MOST_GLANCES, Inbox
 
 _numbers = itertools.count()

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from shmserve.request import SamplingParams
 from shmserve.rings.spsc import RingProtocolError
-from shmserve.wire import (
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import (
     SUBMIT_DTYPE,
     SUBMIT_SLOT_BYTES,
     Section,
-    Submit,
     SubmitKind,
     pack_control,
-    pack_submit,
 )
 from shmserve.worker.engine import MOST_BAD_RECORDS
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from shmserve import wire
 from shmserve.request import FinishReason, SamplingParams
-from shmserve.wire import Submit, SubmitKind
+from shmserve.wire.submit import Submit, pack_submit
+from shmserve.wire.submit_slots import SubmitKind
 from shmserve.worker.cpu.runner import CpuRunner
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.sequence import Sequence
@@ -22,7 +22,7 @@ PROMPT = tuple(3 + at % 7 for at in range(17))  # four blocks of four, and one t
 def submit_salted(front, req_id: int, salt: bytes) -> None:
     params = SamplingParams(max_tokens=1, seed=req_id)
     request = Submit(req_id, np.array(PROMPT, np.int32), params, cache_salt=salt)
-    assert front.submit_ring.try_write(*wire.pack_submit(request))
+    assert front.submit_ring.try_write(*pack_submit(request))
 
 
 def test_cached_tokens_are_told_at_the_start_and_at_the_end(rig):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from shmserve.request import MOST_LOGPROBS, FinishReason
-from shmserve.wire import PAIRS_PER_SLOT, TokenKind
+from shmserve.wire.logprobs import PAIRS_PER_SLOT
+from shmserve.wire.tokens import TokenKind
 
 
 def prompt_of(num_tokens: int) -> list[int]:

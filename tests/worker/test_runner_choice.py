@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import prepared
 from safetensors.torch import load_file, save_file
 
 from shmserve.config import Config, WorkerConfig
-from shmserve.models import PreparedModel
 from shmserve.token_bytes import TokenBytes
 from shmserve.worker.__main__ import build_runner
 from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
@@ -40,24 +40,14 @@ def saved(folder: Path, name: str) -> Path:
 def chosen(folder: Path, runner: str, weights: Path | None = None):
     """The runner that a worker builds for the model in `folder`, whose last 3 ids have no token."""
     TokenBytes.from_list([b"x"] * 37 + [b""] * 3).save(folder / "token_bytes.bin")
-    model = PreparedModel(
-        folder=folder,
-        name="toy",
-        spec="toy",
-        weights=weights or folder,
+    model = prepared(
+        weights or folder,
         format="gguf" if weights else "safetensors",
         architecture="",
         vocab_size=40,
         context_length=64,
         bos_token_id=1,
         eos_token_ids=(2,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
     )
     worker = WorkerConfig(runner=runner, kv_cache_bytes=4 << 20, num_threads=1, max_num_seqs=2)
     return build_runner(

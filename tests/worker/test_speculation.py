@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shmserve.boards import Phase
 from shmserve.request import FinishReason, SamplingParams
-from shmserve.wire import SubmitKind
+from shmserve.wire.submit_slots import SubmitKind
 from shmserve.worker.batch import StepOutput
 from shmserve.worker.ngram import NgramIndex
 from shmserve.worker.runner import RunnerInfo

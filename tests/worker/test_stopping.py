@@ -6,7 +6,7 @@ import pytest
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.stop import StopMatcher
 from shmserve.token_bytes import TokenBytes
-from shmserve.wire import KEEP_ALL
+from shmserve.wire.finish import KEEP_ALL
 from shmserve.worker.columns import Columns
 from shmserve.worker.sequence import Sequence
 from shmserve.worker.stopping import Ending, StopConditions

@@ -1,18 +1,16 @@
 """The torch runner: facts of the real model, and that batching, chunking and block choice change nothing."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import batches
 import jinja2
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
+from checkpoints import prepared, write_toy
 
-from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.worker.batch import Batch
 from shmserve.worker.models.config import ModelLoadError
@@ -37,26 +35,11 @@ class Part:
 
 
 def batch_of(*parts: Part, block_size: int = BLOCK) -> Batch:
-    lengths = [len(part.tokens) for part in parts]
-    table = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
-    for index, part in enumerate(parts):
-        table[index, : len(part.blocks)] = part.blocks
-    starts = np.array([part.start for part in parts], np.int32)
-    owners = np.repeat(np.arange(len(parts)), lengths)
-    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
-    positions = (np.arange(cu_seqlens[-1]) - cu_seqlens[owners] + starts[owners]).astype(np.int32)
-    slots = table[owners, positions // block_size] * block_size + positions % block_size
-    return Batch(
-        step=0,
-        rows=np.array([part.row for part in parts], np.int32),
-        token_ids=np.concatenate([part.tokens for part in parts]).astype(np.int32),
-        positions=positions,
-        kv_slots=slots.astype(np.int32),
-        cu_seqlens=cu_seqlens,
-        block_table=table,
-        kv_lens=(starts + lengths).astype(np.int32),
-        sample_seqs=np.flatnonzero([part.samples for part in parts]).astype(np.int32),
-        is_decode=all(length == 1 for length in lengths) and all(p.samples for p in parts),
+    return batches.batch_of(
+        *((part.tokens, part.start, part.blocks) for part in parts),
+        rows=[part.row for part in parts],
+        samples=[part.samples for part in parts],
+        block_size=block_size,
     )
 
 
@@ -255,66 +238,10 @@ def test_time_ns_is_taken_when_the_step_is_done(runner):
 # --- failures
 
 
-def toy_folder(folder: Path, poison_token: int | None = None) -> Path:
-    """A random llama of 2 layers; the embedding of `poison_token` is not finite."""
-    rng = np.random.default_rng(3)
-    hidden, ffn, vocab = 16, 32, 50
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": vocab,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    }
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
-    for layer in range(2):
-        at = f"model.layers.{layer}."
-        shapes |= {f"{at}self_attn.q_proj": (16, hidden), f"{at}self_attn.o_proj": (hidden, 16)}
-        shapes |= {f"{at}self_attn.{name}_proj": (8, hidden) for name in "kv"}
-        shapes |= {f"{at}mlp.{name}_proj": (ffn, hidden) for name in ("gate", "up")}
-        shapes |= {f"{at}mlp.down_proj": (hidden, ffn)}
-        shapes |= {f"{at}{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
-    shapes["model.norm"] = (hidden,)
-    tensors = {
-        f"{name}.weight": torch.from_numpy(rng.normal(size=shape).astype(np.float32))
-        for name, shape in shapes.items()
-    }
-    if poison_token is not None:
-        tensors["model.embed_tokens.weight"][poison_token] = float("inf")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 def toy_runner(folder: Path, **kwargs) -> TorchRunner:
-    model = PreparedModel(
-        folder=folder,
-        name="toy",
-        spec=str(folder),
-        weights=folder,
-        format="safetensors",
-        architecture="llama",
-        vocab_size=50,
-        context_length=64,
-        bos_token_id=None,
-        eos_token_ids=(0,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
-    )
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": None}
     limits |= {"kv_cache_bytes": 8 * TOY_BLOCK_BYTES, "block_size": 8, "num_threads": 1}
-    return TorchRunner(model, **{**limits, **kwargs}, progress=lambda what, share: None)
+    return TorchRunner(prepared(folder), **{**limits, **kwargs}, progress=lambda what, share: None)
 
 
 TOY_BLOCK_BYTES = 2 * 2 * 8 * 4 * 8
@@ -323,10 +250,10 @@ TOY_BLOCK_BYTES = 2 * 2 * 8 * 4 * 8
 def test_a_sequence_that_breaks_harms_neither_its_batch_nor_the_next_owner_of_its_blocks(tmp_path):
     state = greedy_state(5)
     healthy = [1, 2, 3, 4, 5]
-    clean = toy_runner(toy_folder(tmp_path / "clean"))
+    clean = toy_runner(write_toy(tmp_path / "clean"))
     expected = clean.run(batch_of(Part(healthy, [1]), block_size=8), state)
 
-    runner = toy_runner(toy_folder(tmp_path / "poisoned", poison_token=7))
+    runner = toy_runner(write_toy(tmp_path / "poisoned", poison_token=7))
     broken = Part([7] * 16, [2, 3], row=0)
     beside = Part(healthy, [1], row=1)
     output = runner.run(batch_of(broken, beside, block_size=8), state)
@@ -345,7 +272,7 @@ def test_a_sequence_that_breaks_harms_neither_its_batch_nor_the_next_owner_of_it
 
 
 def test_block_0_is_never_written(tmp_path):
-    runner = toy_runner(toy_folder(tmp_path))
+    runner = toy_runner(write_toy(tmp_path))
     runner.run(
         batch_of(Part([1, 2, 3], [1], row=0), Part(range(1, 20), [4, 2, 3], row=1), block_size=8),
         greedy_state(),
@@ -355,7 +282,7 @@ def test_block_0_is_never_written(tmp_path):
 
 
 def test_without_a_limit_the_context_is_what_model_and_memory_allow(tmp_path):
-    folder = toy_folder(tmp_path)
+    folder = write_toy(tmp_path)
     assert toy_runner(folder).info.max_model_len == 7 * 8
     assert toy_runner(folder, kv_cache_bytes=100 * TOY_BLOCK_BYTES).info.max_model_len == 64
     assert toy_runner(folder, max_model_len=50).info.max_model_len == 50
@@ -378,11 +305,11 @@ def test_without_a_limit_the_context_is_what_model_and_memory_allow(tmp_path):
 )
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_numbers(tmp_path, limits, words):
     with pytest.raises(ModelLoadError) as caught:
-        toy_runner(toy_folder(tmp_path), **limits)
+        toy_runner(write_toy(tmp_path), **limits)
     assert words in str(caught.value)
 
 
 def test_a_step_without_samples_gives_no_tokens(tmp_path):
-    runner = toy_runner(toy_folder(tmp_path))
+    runner = toy_runner(write_toy(tmp_path))
     output = runner.run(batch_of(Part([1, 2], [1], samples=False), block_size=8), greedy_state())
     assert output.token_ids.shape == (0, 1) and output.logprobs is None

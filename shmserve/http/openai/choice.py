@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
+
+import msgspec
 
 from shmserve.http.detokenizer import escape
 from shmserve.http.in_flight import InFlight
+from shmserve.http.logprob_frames import ChatFrames, CompletionFrames, LogprobFrames
 from shmserve.http.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
 from shmserve.http.openai.formats import Envelope, event, finish_word, stop_details
 from shmserve.request import SamplingParams
@@ -39,8 +41,7 @@ class Splitter(Protocol):
         """The deltas of what was held. Called once, at the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(msgspec.Struct, frozen=True):
     """What one request wants of its choices beside text. The default is nothing: such a choice goes the pump's direct way."""
 
     texts: TokenTexts | None = None  # with it, logprobs
@@ -63,10 +64,12 @@ class Extras:
 
     @property
     def is_plain(self) -> bool:
-        return (
-            self.texts is None
-            and self.new_splitter is None
-            and not (self.with_token_ids or self.with_usage or self.with_timing)
+        return self.texts is None and self.is_plain_but_for_logprobs
+
+    @property
+    def is_plain_but_for_logprobs(self) -> bool:
+        return self.new_splitter is None and not (
+            self.with_token_ids or self.with_usage or self.with_timing
         )
 
 
@@ -95,7 +98,11 @@ class OpenAIChoice:
         self._num_tokens = 0
         self.num_reasoning_tokens = 0
         self._entry: InFlight | None = None
-        self.around_text = self._around() if extras.is_plain else None
+        self.around_text: tuple[bytes, bytes] | LogprobFrames | None = None
+        if extras.is_plain:
+            self.around_text = self._around()
+        elif extras.is_plain_but_for_logprobs:
+            self.around_text = self._frames()
 
     @property
     def has_splitter(self) -> bool:
@@ -111,6 +118,19 @@ class OpenAIChoice:
         whole = event(self._chunk(self._with_text(hole)))
         before, _, after = whole.rpartition(b"\\u001a")  # nothing behind the text is a client's
         return (before, after)
+
+    def _frames(self) -> LogprobFrames:
+        """As `_around`, with a second hole for the logprobs."""
+        hole = "\x1a"
+        whole = event(self._chunk(self._with_text(hole), logprobs=hole))
+        before, _, after = whole.rpartition(b'"\\u001a"')
+        before, _, between = before.rpartition(b"\\u001a")
+        around, texts = (before, between, after), self._extras.texts
+        assert texts is not None
+        if self._is_chat:
+            return ChatFrames(around, self._extras.num_top, texts)
+        assert self._offsets is not None
+        return CompletionFrames(around, self._extras.num_top, texts, self._offsets)
 
     def _with_text(self, text: str) -> Delta:
         return {"delta": {"content": text}} if self._is_chat else {"text": text}
@@ -144,7 +164,7 @@ class OpenAIChoice:
         )
 
     def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
-        if self.around_text is not None:
+        if isinstance(self.around_text, tuple):
             before, after = self.around_text
             return b"".join((before, escape(text), after)) if text else b""
         return self._events(self._split(text, len(token_ids)), token_ids)

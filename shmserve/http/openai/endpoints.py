@@ -6,13 +6,14 @@ refusal is a real status, for streams too. Event loop's thread only.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
+from msgspec.structs import replace
 
 from shmserve.http import fields
 from shmserve.http.chat import plan_chat
@@ -21,7 +22,7 @@ from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
 from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
-from shmserve.http.openai.choice import Extras, OpenAIChoice, reasoning_tokens
+from shmserve.http.openai.choice import Extras, OpenAIChoice, Splitter, reasoning_tokens
 from shmserve.http.openai.formats import Envelope, Kind, OpenAIStream, usage
 from shmserve.http.openai.functions import functions_told, take_functions
 from shmserve.http.openai.limits import limits_of
@@ -70,7 +71,7 @@ async def chat_completions(
     if is_old_form and new_splitter is not None:
         new_splitter, call_word = functions_told(new_splitter), "function_call"
     extras = [
-        replace(_extras(front, parsed, want), new_splitter=new_splitter, call_word=call_word)
+        _extras(front, parsed, want, new_splitter=new_splitter, call_word=call_word)
         for want in wanted
     ]
     return await _answer(front, request, parsed, "chat", wanted, extras, n, ignored)
@@ -160,17 +161,27 @@ def _num_chat_logprobs(parsed: ChatRequest) -> int:
     return -1
 
 
-def _extras(front: FrontEnd, parsed: Sampling, want: Wanted, echo: str = "") -> Extras:
+def _extras(
+    front: FrontEnd,
+    parsed: Sampling,
+    want: Wanted,
+    echo: str = "",
+    new_splitter: Callable[[], Splitter] | None = None,
+    call_word: str = "tool_calls",
+) -> Extras:
     """What this request wants of a choice beside its text."""
     tokenizer = front.tokenizer
     pieces = tokenizer.pieces_for(want.params.skip_special_tokens)
     has_logprobs = want.params.num_logprobs >= 0
+    has_scores = parsed.prompt_logprobs is not None
     options = parsed.stream_options
     ids: tuple[int, ...] = ()
     if want.params.prompt_logprobs >= 0 or parsed.return_token_ids:
         ids = tuple(want.prompt_ids.tolist())
     return Extras(
-        names=TokenTexts(tokenizer.pieces_with_special, tokenizer.pieces_with_special),
+        names=TokenTexts(tokenizer.pieces_with_special, tokenizer.pieces_with_special)
+        if has_scores
+        else None,
         texts=TokenTexts(pieces, tokenizer.pieces_with_special) if has_logprobs else None,
         num_top=max(0, want.params.num_logprobs),
         with_token_ids=bool(parsed.return_token_ids),
@@ -178,9 +189,11 @@ def _extras(front: FrontEnd, parsed: Sampling, want: Wanted, echo: str = "") -> 
         with_timing=want.is_timed,
         prompt_ids=ids if parsed.return_token_ids else (),
         echo_ids=ids if echo and has_logprobs else (),
-        scored_ids=ids if parsed.prompt_logprobs is not None else (),
+        scored_ids=ids if has_scores else (),
         num_prompt_tokens=len(want.prompt_ids),
         echo=echo,
+        new_splitter=new_splitter,
+        call_word=call_word,
     )
 
 

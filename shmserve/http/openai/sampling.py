@@ -6,8 +6,9 @@ and the server's defaults hold everywhere. Event loop's thread only.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from shmserve.http import fields
 from shmserve.http.errors import bad_field

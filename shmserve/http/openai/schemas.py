@@ -18,7 +18,46 @@ class StreamOptions(msgspec.Struct):
     include_timing: bool | None = None
 
 
-class Sampling(msgspec.Struct):
+class Drawn(msgspec.Struct, kw_only=True):
+    """How tokens are drawn and when they end: fields that mean the same on every path, /generate included."""
+
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    skip_special_tokens: bool | None = None
+    num_speculative_tokens: int | None = None
+
+
+class Shared(Drawn, kw_only=True):
+    """Fields that mean the same on every path of /v1."""
+
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    timeout_ms: int | None = None
+    data_parallel_rank: int | None = None
+    cache_salt: str | None = None
+    on_slow_client: str | None = None
+    slow_client_bytes: int | None = None
+    slow_client_seconds: float | None = None
+
+
+class Beyond(Shared, kw_only=True):
+    """Fields of chat completions that Responses and Messages lack in their inventors' hands, and have in ours, with the same meaning."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Sampling(Shared):
     """Fields that both endpoints have."""
 
     model: str | None = None
@@ -26,39 +65,18 @@ class Sampling(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_timing: bool | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    seed: int | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     stream_interval: int | None = None
     user: str | None = None
-    request_id: str | None = None
     rid: str | None = None
-    cache_salt: str | None = None
-    on_slow_client: str | None = None
-    slow_client_bytes: int | None = None
-    slow_client_seconds: float | None = None
-    num_speculative_tokens: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    # Named, and not yet honoured.
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    timeout_ms: int | None = None
-    data_parallel_rank: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     prompt_logprobs: int | None = None
@@ -71,9 +89,6 @@ class Sampling(msgspec.Struct):
     ebnf: str | None = None
     json_schema: Any = None
     structural_tag: Any = None
-    stop_regex: str | list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     return_hidden_states: bool | None = None
 
     @property
@@ -82,35 +97,6 @@ class Sampling(msgspec.Struct):
         return bool(
             self.include_timing or (self.stream_options and self.stream_options.include_timing)
         )
-
-
-class Beyond(msgspec.Struct, kw_only=True):
-    """Fields of chat completions that Responses and Messages lack in their inventors' hands, and have in ours, with the same meaning."""
-
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    seed: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    num_speculative_tokens: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    request_id: str | None = None
-    priority: int | None = None
-    timeout_ms: int | None = None
-    data_parallel_rank: int | None = None
-    cache_salt: str | None = None
-    on_slow_client: str | None = None
-    slow_client_bytes: int | None = None
-    slow_client_seconds: float | None = None
 
 
 class ChatRequest(Sampling):
@@ -146,7 +132,6 @@ class CompletionRequest(Sampling):
 
     prompt: str | list[Any] | None = None  # checked by completions.py: msgspec has no such union
     add_special_tokens: bool | None = None
-    # Named, and not yet honoured.
     echo: bool | None = None
     suffix: str | None = None
     logprobs: int | bool | None = None

@@ -141,13 +141,15 @@ class CudaRunner:
                     num_rows=max_num_seqs,
                     max_blocks=max_blocks,
                 )
-                share_on_device = share and DeviceShare(
-                    share,
-                    max_num_tokens=most_tokens,
-                    max_num_seqs=most_seqs,
-                    dtype=dtype,
-                    device=target,
-                )
+                share_on_device = None
+                if share is not None:
+                    share_on_device = DeviceShare(
+                        share,
+                        max_num_tokens=most_tokens,
+                        max_num_seqs=most_seqs,
+                        dtype=dtype,
+                        device=target,
+                    )
                 self._model = DeviceModel(
                     own,
                     weights,

@@ -67,6 +67,15 @@ def gloo_group(store: dist.Store, rank: int, size: int) -> Group:
     )
 
 
+def default_group(store: dist.Store, rank: int, size: int) -> Group:
+    """Ranks on the CPU, as `gloo_group` has them; torch's default group of this process besides, which is where libraries look for one."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=LONGEST)
+    world = dist.group.WORLD
+    assert world is not None, "just made"
+    return Group(world, torch.device("cpu"))
+
+
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Group:
     """Ranks on GPUs of this host, one each. Waits until all of them are there."""
     os.environ.setdefault(

@@ -26,7 +26,13 @@ from shmserve.model_memory import (
     refuse_without_room,
 )
 from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
-from shmserve.worker.parallel.group import Group, gloo_group, nccl_group, store_in
+from shmserve.worker.parallel.group import (
+    Group,
+    default_group,
+    gloo_group,
+    nccl_group,
+    store_in,
+)
 from shmserve.worker.parallel.plan import Partition
 from shmserve.worker.parallel.ranks import Lost, Ranks, end_worker
 from shmserve.worker.parallel.steps import StepWriter, words_needed
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["torch", "cuda"]
+Kind = Literal["torch", "cuda", "hf"]
 
 
 def shared_runner(
@@ -52,16 +58,16 @@ def shared_runner(
     """
     config, num_ranks = joined.config.worker, joined.config.worker.tensor_parallel
     progress: Progress = limits["progress"]
-    check(model, num_ranks, is_cuda)
+    kind = kind_for(model, config, is_cuda)
     options = {key: value for key, value in limits.items() if key != "progress"}
     options["num_token_ids"] = model.num_token_ids()
     # A rank has its share of the threads that the worker would have alone.
     told = config.num_threads and max(1, config.num_threads // num_ranks)
     options["num_threads"] = told or share_of_cores(joined.config.num_workers * num_ranks)
-    options |= _of_cuda(config) if is_cuda else _of_cpu(config, model, num_ranks)
+    options |= _of_cuda(config) if kind == "cuda" else _of_cpu(config, model, kind)
     plan = Plan(
         num_ranks=num_ranks,
-        kind="cuda" if is_cuda else "torch",
+        kind=kind,
         folder=str(model.folder),
         options=options,
         log=(f"worker[{joined.index}]", joined.config.log_level, joined.config.log_format),
@@ -123,6 +129,8 @@ def lead(
 def group_of(kind: Kind, store_fd: int, rank: int, num_ranks: int) -> Group:
     """The group of all ranks; waits for them."""
     store = store_in(store_fd, num_ranks)
+    if kind == "hf":
+        return default_group(store, rank, num_ranks)
     if kind == "cuda":
         return nccl_group(store, rank, num_ranks, torch.device("cuda", torch.cuda.current_device()))
     return gloo_group(store, rank, num_ranks)
@@ -136,23 +144,33 @@ def runner_of(
         from shmserve.worker.cuda.runner import CudaRunner
 
         return CudaRunner(model, **options, team=team, progress=progress)
+    if kind == "hf":
+        from shmserve.worker.hf_runner import HFRunner
+
+        return HFRunner(model, **options, team=team, progress=progress)
     return TorchRunner(model, **options, team=team, progress=progress)
 
 
-def check(model: PreparedModel, num_ranks: int, is_cuda: bool) -> None:
-    """ModelLoadError, one line, if the model or the machine cannot be shared among so many."""
+def kind_for(model: PreparedModel, config: WorkerConfig, is_cuda: bool) -> Kind:
+    """Which runner computes. ModelLoadError, one line, if the model or the machine cannot be shared among so many ranks."""
+    num_ranks = config.tensor_parallel
     flag = f"--tensor-parallel {num_ranks}"
+    if config.runner == "hf":
+        return "hf"
     try:
-        config, _ = open_model(model.weights, model.format)
+        decoder, _ = open_model(model.weights, model.format)
     except UnknownArchitectureError as error:
-        raise ModelLoadError(
-            f"{error}; transformers' own class computes on one rank only, not with {flag}"
-        ) from None
-    partition = Partition.of(config, 0, num_ranks, model.weights)
+        is_told = config.runner != "auto" or config.cpu_precision not in ("auto", "fp32")
+        if is_told or model.format != "safetensors":
+            raise
+        log.info("transformers' own class is tried, on the CPU: %s", error)
+        return "hf"
+    partition = Partition.of(decoder, 0, num_ranks, model.weights)
     if is_cuda and (found := torch.cuda.device_count()) < num_ranks:
         raise ModelLoadError(f"{flag} needs {num_ranks} GPUs, and torch sees {found}")
     if partition.remark:
         log.info("%s: %s", flag, partition.remark)
+    return "cuda" if is_cuda else "torch"
 
 
 def _of_cuda(config: WorkerConfig) -> dict[str, Any]:
@@ -163,7 +181,7 @@ def _of_cuda(config: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def _of_cpu(config: WorkerConfig, model: PreparedModel, num_ranks: int) -> dict[str, Any]:
+def _of_cpu(config: WorkerConfig, model: PreparedModel, kind: Kind) -> dict[str, Any]:
     if config.attention_backend != "auto":
         raise ModelLoadError(
             f"--attention-backend {config.attention_backend}: there is no CUDA device to attend on"
@@ -171,8 +189,17 @@ def _of_cpu(config: WorkerConfig, model: PreparedModel, num_ranks: int) -> dict[
     keeps_bf16 = config.cpu_precision == "bf16"
     bytes_of = bfloat16_bytes if keeps_bf16 else float32_bytes
     refuse_without_room(model.weights, bytes_of, available_bytes())
+    if kind == "hf":
+        from shmserve.worker.hf_runner import config_of, folder_of, refuse_unshared
+
+        if (
+            model.format == "safetensors"
+        ):  # else it is refused when it is loaded, as it is for one rank
+            folder = folder_of(model)
+            refuse_unshared(folder, config_of(folder), config.tensor_parallel)
+        return {}
     log.info(
         "--tensor-parallel %d on the CPU: the torch runner computes, since the C kernels do not share a model",
-        num_ranks,
+        config.tensor_parallel,
     )
     return {"keeps_bf16": keeps_bf16}

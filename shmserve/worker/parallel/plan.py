@@ -132,20 +132,20 @@ class Partition:
 def refusal(config: DecoderConfig, num_ranks: int) -> str | None:
     """Why a model cannot be shared among so many, with numbers; None if it can be."""
     num_kv, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    for what, count in (
-        ("rows of the feed-forward", config.ffn_size),
-        ("token ids", config.vocab_size),
+    if num_kv < num_ranks and (num_ranks % num_kv or group % (num_ranks // num_kv)):
+        more = [str(num_kv * count) for count in range(2, group + 1) if group % count == 0]
+        also = f", or {' or '.join(more)} ranks" if more else ""
+        return (
+            f"the model's {config.num_heads} heads over {num_kv} kv heads cannot be shared among {num_ranks} ranks "
+            f"(up to {num_kv}{also})"
+        )
+    for count, what in (
+        (config.ffn_size, "rows of the feed-forward"),
+        (config.vocab_size, "token ids"),
     ):
         if (num_ranks - 1) * -(-count // num_ranks) >= count:  # one would have none
             return f"the model's {count} {what} cannot be shared among {num_ranks} ranks"
-    if num_kv >= num_ranks or (num_ranks % num_kv == 0 and group % (num_ranks // num_kv) == 0):
-        return None
-    more = [num_kv * count for count in range(2, group + 1) if group % count == 0]
-    also = f", or {' or '.join(map(str, more))} ranks" if more else ""
-    return (
-        f"the model's {config.num_heads} heads over {num_kv} kv heads cannot be shared among {num_ranks} ranks "
-        f"(up to {num_kv}{also})"
-    )
+    return None
 
 
 def _share(count: int, rank: int, num_ranks: int) -> Span:

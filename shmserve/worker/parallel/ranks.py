@@ -113,17 +113,16 @@ class Ranks:
             time.sleep(timeout_s)
 
     def close(self) -> None:
-        """End them all, and reap them."""
+        """End them all, and reap them. Once is enough."""
+        if self._is_closing:
+            return
         self._is_closing = True
         for rank in self._ranks:
             rank.link.sock.shutdown(socket.SHUT_RDWR)  # end of file there, and here for the watch
-        deadline = time.monotonic() + CLOSE_S
+        self._await_ends(CLOSE_S)
         for rank in self._ranks:
-            try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
+            rank.process.kill()
+            rank.process.wait()
         if self._thread is not None:
             self._thread.join()
         for rank in self._ranks:
@@ -145,8 +144,19 @@ class Ranks:
         how = guilty.fate()[1]
         for rank in self._ranks:
             rank.process.kill()
+        self._await_ends(
+            SETTLE_S
+        )  # as a rule they are gone then, and their memory is free for those that come
         of_all = f"rank {guilty.number} of {len(self._ranks) + 1} (pid {guilty.process.pid})"
         self._lost(f"{of_all} {how}")
+
+    def _await_ends(self, timeout_s: float) -> None:
+        """Reap those that end in time."""
+        deadline = time.monotonic() + timeout_s
+        while any(rank.process.poll() is None for rank in self._ranks):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.005)
 
 
 def end_worker(tell: Callable[[Message], Any]) -> Lost:

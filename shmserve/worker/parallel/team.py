@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-
 import torch.nn.functional as F
 from torch import Tensor
 

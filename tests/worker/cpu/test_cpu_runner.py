@@ -10,14 +10,15 @@ import jinja2
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from batches import batch_of
+from checkpoints import prepared, write_toy
 
 from shmserve.config import Config, WorkerConfig
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.token_bytes import TokenBytes
 from shmserve.worker import __main__ as worker_main
-from shmserve.worker.batch import Batch, PromptPart
+from shmserve.worker.batch import PromptPart
 from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.library import block_bytes
 from shmserve.worker.cpu.runner import SCORED_TOGETHER, CpuRunner, default_num_threads
@@ -34,31 +35,6 @@ TEXT = (
     "bread and looked out at the harbour, where the first of the boats was coming in. It said that the house would be "
     "sold in spring, and that nobody was to blame. She did not believe that."
 )
-
-
-def batch_of(*parts, samples: bool = True) -> Batch:
-    """parts: (token ids, start, blocks); part i is row i."""
-    counts = [len(ids) for ids, _, _ in parts]
-    table = np.zeros((len(parts), max(len(blocks) for _, _, blocks in parts)), np.int32)
-    for index, (_, _, blocks) in enumerate(parts):
-        table[index, : len(blocks)] = blocks
-    starts = np.array([start for _, start, _ in parts])
-    owner = np.repeat(np.arange(len(parts)), counts)
-    cu = np.cumsum([0, *counts])
-    positions = np.arange(cu[-1]) - cu[owner] + starts[owner]
-    slots = table[owner, positions // BLOCK] * BLOCK + positions % BLOCK
-    return Batch(
-        step=0,
-        rows=np.arange(len(parts), dtype=np.int32),
-        token_ids=np.concatenate([ids for ids, _, _ in parts]).astype(np.int32),
-        positions=positions.astype(np.int32),
-        kv_slots=slots.astype(np.int32),
-        cu_seqlens=cu.astype(np.int32),
-        block_table=table,
-        kv_lens=(starts + counts).astype(np.int32),
-        sample_seqs=np.arange(len(parts) if samples else 0, dtype=np.int32),
-        is_decode=samples and all(count == 1 for count in counts),
-    )
 
 
 def state_of(*params: SamplingParams) -> SamplingState:
@@ -253,67 +229,16 @@ def test_a_step_that_samples_nothing_gives_no_tokens(runner):
 
 
 def toy_folder(folder: Path, poison_token: int | None = None) -> Path:
-    """A random qwen3 of 2 layers in bfloat16, no size of which is round."""
-    hidden, ffn, vocab, dim = 40, 72, 50, 10
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
-    }
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
-    for layer in range(2):
-        at = f"model.layers.{layer}."
-        shapes |= {
-            f"{at}self_attn.q_proj": (4 * dim, hidden),
-            f"{at}self_attn.o_proj": (hidden, 4 * dim),
-        }
-        shapes |= {f"{at}self_attn.{name}_proj": (2 * dim, hidden) for name in "kv"}
-        shapes |= {f"{at}self_attn.{name}_norm": (dim,) for name in "qk"}
-        shapes |= {f"{at}mlp.{name}_proj": (ffn, hidden) for name in ("gate", "up")}
-        shapes |= {f"{at}mlp.down_proj": (hidden, ffn)}
-        shapes |= {f"{at}{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
-    shapes["model.norm"] = (hidden,)
-    rng = np.random.default_rng(3)
-    tensors = {
-        f"{name}.weight": torch.from_numpy(rng.normal(size=shape) / 3).to(torch.bfloat16)
-        for name, shape in shapes.items()
-    }
-    if poison_token is not None:
-        tensors["model.embed_tokens.weight"][poison_token] = float("inf")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def toy_model(folder: Path) -> PreparedModel:
-    return PreparedModel(
-        folder=folder,
-        name="toy",
-        spec=str(folder),
-        weights=folder,
-        format="safetensors",
-        architecture="qwen3",
-        vocab_size=50,
-        context_length=64,
-        bos_token_id=None,
-        eos_token_ids=(0,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
+    """A random qwen3 in bfloat16, no size of which is round."""
+    sizes = {"hidden_size": 40, "intermediate_size": 72, "head_dim": 10}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1000.0}
+    return write_toy(
+        folder,
+        dtype=torch.bfloat16,
+        poison_token=poison_token,
+        model_type="qwen3",
+        **sizes,
+        **heads,
     )
 
 
@@ -321,7 +246,7 @@ TOY_BLOCK_BYTES = 2 * 2 * (10 + 16) * BLOCK * 2
 
 
 def test_bfloat16_safetensors_run_in_8_bits(tmp_path, kernel_cache):
-    model = toy_model(toy_folder(tmp_path))
+    model = prepared(toy_folder(tmp_path))
     ids = list(range(1, 40))
     ours = runner_of(CpuRunner, model, kernel_cache)
     theirs = runner_of(TorchRunner, model)
@@ -338,7 +263,7 @@ def test_bfloat16_safetensors_run_in_8_bits(tmp_path, kernel_cache):
 
 
 def test_a_sequence_that_breaks_is_named_and_harms_no_other(tmp_path, kernel_cache):
-    broken = runner_of(CpuRunner, toy_model(toy_folder(tmp_path, poison_token=7)), kernel_cache)
+    broken = runner_of(CpuRunner, prepared(toy_folder(tmp_path, poison_token=7)), kernel_cache)
     healthy = (list(range(8, 30)), 0, [1, 2])
     alone = broken.run(batch_of(healthy), state_of(GREEDY_TOP))
     params = [GREEDY, GREEDY_TOP, SamplingParams(max_tokens=1, temperature=1.0, seed=1)]
@@ -367,7 +292,7 @@ def test_a_sequence_that_breaks_is_named_and_harms_no_other(tmp_path, kernel_cac
 )
 def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path, kernel_cache, limits, words):
     with pytest.raises(ModelLoadError, match=words):
-        runner_of(CpuRunner, toy_model(toy_folder(tmp_path)), kernel_cache, **limits)
+        runner_of(CpuRunner, prepared(toy_folder(tmp_path)), kernel_cache, **limits)
 
 
 def test_a_missing_tensor_is_named(tmp_path, kernel_cache):
@@ -377,7 +302,7 @@ def test_a_missing_tensor_is_named(tmp_path, kernel_cache):
     with pytest.raises(
         ModelLoadError, match=r"mlp.gate_proj.weight has shape \[72, 40\], expected \[80, 40\]"
     ):
-        runner_of(CpuRunner, toy_model(folder), kernel_cache)
+        runner_of(CpuRunner, prepared(folder), kernel_cache)
 
 
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 2), (3, 2), (8, 7)])
@@ -389,7 +314,7 @@ def test_a_core_is_left_to_the_front_end_where_there_are_three(monkeypatch, num_
 def built(tmp_path, monkeypatch, cache: Path, **worker):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     config = Config(worker=WorkerConfig(kv_cache_bytes=1 << 20, **worker))
-    model = toy_model(toy_folder(tmp_path / "model"))
+    model = prepared(toy_folder(tmp_path / "model"))
     TokenBytes.from_list([b"a"] * 50).save(model.folder / "token_bytes.bin")
     stand_in = SimpleNamespace(
         joined=SimpleNamespace(config=config), model=model, progress=lambda what, share: None

@@ -5,10 +5,10 @@ import itertools
 
 import numpy as np
 import pytest
+from batches import batch_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shmserve.worker.batch import Batch
 from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.library import Engine
 from shmserve.worker.cpu.pack import Arena, pack_floats
@@ -31,31 +31,6 @@ def engine_of(library, model, **kwargs) -> Engine:
     return Engine(library, model, **{**limits, "num_threads": 2, **kwargs})
 
 
-def batch_of(parts, block_size: int = 16) -> Batch:
-    """parts: (token ids, start, blocks) of sequences that all sample."""
-    counts = [len(ids) for ids, _, _ in parts]
-    table = np.zeros((len(parts), max(len(blocks) for _, _, blocks in parts)), np.int32)
-    for index, (_, _, blocks) in enumerate(parts):
-        table[index, : len(blocks)] = blocks
-    starts = np.array([start for _, start, _ in parts])
-    owner = np.repeat(np.arange(len(parts)), counts)
-    cu = np.cumsum([0, *counts])
-    positions = np.arange(cu[-1]) - cu[owner] + starts[owner]
-    slots = table[owner, positions // block_size] * block_size + positions % block_size
-    return Batch(
-        step=0,
-        rows=np.arange(len(parts), dtype=np.int32),
-        token_ids=np.concatenate([ids for ids, _, _ in parts]).astype(np.int32),
-        positions=positions.astype(np.int32),
-        kv_slots=slots.astype(np.int32),
-        cu_seqlens=cu.astype(np.int32),
-        block_table=table,
-        kv_lens=(starts + counts).astype(np.int32),
-        sample_seqs=np.arange(len(parts), dtype=np.int32),
-        is_decode=all(count == 1 for count in counts),
-    )
-
-
 def tokens(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
 
@@ -63,7 +38,7 @@ def tokens(length: int, seed: int = 0) -> np.ndarray:
 def alone(engine, ids, block_size: int = 16) -> np.ndarray:
     """Logits of the last position, computed in one step in blocks 1, 2, ..."""
     blocks = range(1, 2 + len(ids) // block_size)
-    return engine.run(batch_of([(ids, 0, blocks)], block_size))[0][0].copy()
+    return engine.run(batch_of((ids, 0, blocks), block_size=block_size))[0][0].copy()
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -135,7 +110,7 @@ def test_a_window_gives_the_same_bits_however_the_prompt_is_cut(native, window):
     results = []
     for cuts in ([0, 330], [0, 1, 64, 65, 130, 200, 330], [0, 300, *range(301, 331)]):
         for start, end in itertools.pairwise(cuts):
-            logits, _ = engine.run(batch_of([(ids[start:end], start, blocks)]))
+            logits, _ = engine.run(batch_of((ids[start:end], start, blocks)))
         results.append(logits[0].copy())
     engine.close()
     assert np.isfinite(results[0]).all()
@@ -186,7 +161,7 @@ def test_batch_chunks_and_blocks_change_no_bit(invariance, data):
                 (invariance.sequences[index][done[index] :][:count], done[index], blocks[index])
             )
             done[index] += count
-        logits, greedy = invariance.engine.run(batch_of(parts))
+        logits, greedy = invariance.engine.run(batch_of(*parts))
         for place, index in enumerate(some):
             if done[index] == invariance.LENGTHS[index]:
                 np.testing.assert_array_equal(logits[place], invariance.expected[index])
@@ -197,13 +172,13 @@ def test_a_row_alone_equals_the_row_among_32(native):
     model = toy_model(7)
     engine = engine_of(native, model, num_blocks=100, max_samples=32)
     for seq in range(32):
-        engine.run(batch_of([(tokens(40, seq), 0, [3 * seq + 1, 3 * seq + 2, 3 * seq + 3])]))
+        engine.run(batch_of((tokens(40, seq), 0, [3 * seq + 1, 3 * seq + 2, 3 * seq + 3])))
     rows = [
         (tokens(1, 100 + seq), 40, [3 * seq + 1, 3 * seq + 2, 3 * seq + 3]) for seq in range(32)
     ]
-    together = engine.run(batch_of(rows))[0].copy()
+    together = engine.run(batch_of(*rows))[0].copy()
     for seq in (0, 1, 17, 31):
-        np.testing.assert_array_equal(engine.run(batch_of([rows[seq]]))[0][0], together[seq])
+        np.testing.assert_array_equal(engine.run(batch_of(rows[seq]))[0][0], together[seq])
     engine.close()
 
 
@@ -216,7 +191,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_never_seen(library):
     dirty._cache[:] = 0x7E00
     np.testing.assert_array_equal(alone(dirty, ids), expected)
     for start, end in ((0, 3), (3, 30), (30, 31), (31, 45)):
-        logits, _ = dirty.run(batch_of([(ids[start:end], start, [9, 4, 7])]))
+        logits, _ = dirty.run(batch_of((ids[start:end], start, [9, 4, 7])))
     np.testing.assert_array_equal(logits[0], expected)
     clean.close()
     dirty.close()
@@ -231,7 +206,7 @@ def test_a_sequence_that_is_not_finite_leaves_its_neighbours_alone(native):
     healthy = tokens(20) % 7
     expected = alone(engine, healthy)
     bad = np.array([1, 2, 7, 3], np.int32)
-    logits, greedy = engine.run(batch_of([(bad, 0, [5]), (healthy, 0, [6, 7])]))
+    logits, greedy = engine.run(batch_of((bad, 0, [5]), (healthy, 0, [6, 7])))
     assert greedy[0] == -1 and greedy[1] == expected.argmax()
     np.testing.assert_array_equal(logits[1], expected)
     engine.close()
@@ -244,7 +219,7 @@ def test_greedy_takes_the_lowest_id_of_equals(native):
     engine = engine_of(native, dataclasses.replace(model, head=pack_floats(head, Arena())))
     winners = set()
     for length in range(1, 30):
-        logits, greedy = engine.run(batch_of([(tokens(length, length), 0, [1, 2])]))
+        logits, greedy = engine.run(batch_of((tokens(length, length), 0, [1, 2])))
         assert greedy[0] == np.flatnonzero(logits[0] == logits[0].max())[0]
         winners.add(int(greedy[0]))
     assert any(winner < 28 for winner in winners)
@@ -256,11 +231,11 @@ def test_a_step_that_samples_nothing_still_fills_the_cache(native):
     engine = engine_of(native, model)
     expected = alone(engine, ids)
     first = dataclasses.replace(
-        batch_of([(ids[:30], 0, [8, 9, 3, 5])]), sample_seqs=np.zeros(0, np.int32)
+        batch_of((ids[:30], 0, [8, 9, 3, 5])), sample_seqs=np.zeros(0, np.int32)
     )
     logits, greedy = engine.run(first)
     assert logits.shape == (0, VOCAB) and greedy.shape == (0,)
-    logits, _ = engine.run(batch_of([(ids[30:], 30, [8, 9, 3, 5])]))
+    logits, _ = engine.run(batch_of((ids[30:], 30, [8, 9, 3, 5])))
     np.testing.assert_array_equal(logits[0], expected)
     engine.close()
 

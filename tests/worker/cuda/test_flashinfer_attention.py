@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from checkpoints import write_toy
 
 from shmserve.config import Config, ConfigError, WorkerConfig
 from shmserve.worker import __main__ as worker_main
@@ -54,41 +54,25 @@ SINGLE = {**SIXTEEN, "max_num_seqs": 1}  # for what is interpreted: a bucket tak
 def model(tmp_path_factory):
     """Gemma 2: every other layer has a window, attention has a soft cap, and queries a scale of their own."""
     folder = tmp_path_factory.mktemp("toy")
-    rng = np.random.default_rng(6)
-    config = {
-        "model_type": "gemma2",
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": DIM,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": WINDOW,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 32,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-    }
-    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}."
-        shapes |= {f"{at}self_attn.q_proj": (4 * DIM, HIDDEN)}
-        shapes |= {f"{at}self_attn.o_proj": (HIDDEN, 4 * DIM)}
-        shapes |= {f"{at}self_attn.{n}_proj": (2 * DIM, HIDDEN) for n in "kv"}
-        shapes |= {f"{at}mlp.{n}_proj": (FFN, HIDDEN) for n in ("gate", "up")}
-        shapes |= {f"{at}mlp.down_proj": (HIDDEN, FFN)}
-        shapes |= {f"{at}{n}_layernorm": (HIDDEN,) for n in norms}
-    tensors = {
-        f"{name}.weight": torch.from_numpy(rng.normal(size=shape).astype(np.float32) * 0.3)
-        for name, shape in shapes.items()
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    write_toy(
+        folder,
+        seed=6,
+        model_type="gemma2",
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=DIM,
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=30.0,
+        query_pre_attn_scalar=32,
+        hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    )
     return SimpleNamespace(weights=folder, format="safetensors")
 
 
@@ -289,8 +273,8 @@ def test_a_backend_is_refused_where_auto_finds_no_gpu(model, monkeypatch):
 
 
 INTERPRETED = """
-import sys
-sys.path.insert(0, sys.argv[1])
+import os, sys
+sys.path[:0] = sys.argv[1], os.path.dirname(sys.argv[1])
 from types import SimpleNamespace
 from pathlib import Path
 import test_flashinfer_attention as t

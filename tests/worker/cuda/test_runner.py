@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from checkpoints import write_toy
 
 from shmserve.request import SamplingParams
 from shmserve.token_bytes import TokenBytes
@@ -38,33 +38,9 @@ LIMITS |= {"num_threads": 1}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
-    rng = np.random.default_rng(5)
-    config = {
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-    }
-    shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN)}
-    shapes["model.norm"] = (HIDDEN,)
-    for layer in range(2):
-        at = f"model.layers.{layer}."
-        shapes |= {f"{at}self_attn.{n}_proj": (HIDDEN, HIDDEN) for n in "qo"}
-        shapes |= {f"{at}self_attn.{n}_proj": (2 * DIM, HIDDEN) for n in "kv"}
-        shapes |= {f"{at}mlp.{n}_proj": (FFN, HIDDEN) for n in ("gate", "up")}
-        shapes |= {f"{at}mlp.down_proj": (HIDDEN, FFN)}
-        shapes |= {f"{at}{n}_layernorm": (HIDDEN,) for n in ("input", "post_attention")}
-    tensors = {
-        f"{name}.weight": torch.from_numpy(rng.normal(size=shape).astype(np.float32) * 0.2)
-        for name, shape in shapes.items()
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": HIDDEN // DIM, "num_key_value_heads": 2}
+    write_toy(folder, seed=5, scale=0.2, max_position_embeddings=128, **sizes, **heads)
     return SimpleNamespace(weights=folder, format="safetensors")
 
 
@@ -336,7 +312,7 @@ def test_no_cuda_device_is_one_line(model):
 
 INTERPRETED = """
 import os, sys, torch
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1], os.path.dirname(sys.argv[1])
 from types import SimpleNamespace
 from pathlib import Path
 import test_runner as t

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from toys import BLOCK, FAMILIES, MAX_POSITIONS, TOKENS, VOCAB, batch_of, prepared
+from checkpoints import prepared
+from toys import BLOCK, FAMILIES, MAX_POSITIONS, TOKENS, VOCAB, batch_of
 
 from shmserve.request import SamplingParams
 from shmserve.worker.cuda.ops import REFERENCE

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from checkpoints import prepared
 from toys import (
     BLOCK,
     BY_KERNELS,
@@ -16,7 +17,6 @@ from toys import (
     VOCAB,
     Computed,
     batch_of,
-    prepared,
 )
 
 from shmserve.config import Config, WorkerConfig

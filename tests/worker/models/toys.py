@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from batches import Part, batch_of
 from torch import Tensor
 
-from shmserve.models import PreparedModel
-from shmserve.worker.batch import Batch
 from shmserve.worker.models.attention import AttentionPlan, KVCache
 from shmserve.worker.models.config import DecoderConfig
 from shmserve.worker.models.decoder import Decoder
@@ -163,35 +162,6 @@ class Computed:
             return self._decoder.logits(hidden)
 
 
-Part = tuple[list[int], int, list[int]]
-"""Token ids, the position of the first, blocks of the sequence."""
-
-
-def batch_of(*parts: Part) -> Batch:
-    """A ragged batch; every sequence samples."""
-    counts = [len(ids) for ids, _, _ in parts]
-    table = np.zeros((len(parts), max(len(blocks) for _, _, blocks in parts)), np.int32)
-    for index, (_, _, blocks) in enumerate(parts):
-        table[index, : len(blocks)] = blocks
-    starts = np.array([start for _, start, _ in parts])
-    owner = np.repeat(np.arange(len(parts)), counts)
-    cu = np.cumsum([0, *counts])
-    positions = np.arange(cu[-1]) - cu[owner] + starts[owner]
-    slots = table[owner, positions // BLOCK] * BLOCK + positions % BLOCK
-    return Batch(
-        step=0,
-        rows=np.arange(len(parts), dtype=np.int32),
-        token_ids=np.concatenate([ids for ids, _, _ in parts]).astype(np.int32),
-        positions=positions.astype(np.int32),
-        kv_slots=slots.astype(np.int32),
-        cu_seqlens=cu.astype(np.int32),
-        block_table=table,
-        kv_lens=(starts + counts).astype(np.int32),
-        sample_seqs=np.arange(len(parts), dtype=np.int32),
-        is_decode=all(count == 1 for count in counts),
-    )
-
-
 def make_toy(folder: Path, family: Family) -> Toy:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own, of which it has many
@@ -218,26 +188,3 @@ def computed(folder: Path) -> Computed:
     config, source = open_model(folder, "safetensors")
     with torch.inference_mode():
         return Computed(config, load_weights(source, config))
-
-
-def prepared(folder: Path, **changes: Any) -> PreparedModel:
-    fields: dict[str, Any] = {
-        "folder": folder,
-        "name": "toy",
-        "spec": str(folder),
-        "weights": folder,
-        "format": "safetensors",
-        "architecture": "toy",
-        "vocab_size": VOCAB,
-        "context_length": MAX_POSITIONS,
-        "bos_token_id": None,
-        "eos_token_ids": (0,),
-        "pad_token_id": None,
-        "unk_token_id": None,
-        "add_bos_token": False,
-        "special_token_ids": (),
-        "chat_template": None,
-        "token_bytes_exact": True,
-        "strips_leading_space": False,
-    }
-    return PreparedModel(**{**fields, **changes})

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
-from dataclasses import asdict
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from together import LIMITS, generated, state_of
+from together import LIMITS, generated, prepared, state_of
 
 from shmserve.config import Config, ConfigError, WorkerConfig
-from shmserve.models import FORMAT_VERSION, PreparedModel
-from shmserve.token_bytes import TokenBytes
-from shmserve.worker.models.config import ModelLoadError
-from shmserve.worker.parallel.lead import Plan, check, lead, shared_runner
+from shmserve.models import PreparedModel
+from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
+from shmserve.worker.parallel.lead import Plan, kind_for, lead, shared_runner
 from shmserve.worker.torch_runner import TorchRunner
 
 PATIENCE_S = 30.0
@@ -31,37 +32,10 @@ def model(toy) -> PreparedModel:
     return prepared(folder)
 
 
-def prepared(folder: Path) -> PreparedModel:
-    model = PreparedModel(
-        folder=folder,
-        name="toy",
-        spec="toy",
-        weights=folder,
-        format="safetensors",
-        architecture="llama",
-        vocab_size=251,
-        context_length=128,
-        bos_token_id=None,
-        eos_token_ids=(0,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
-    )
-    TokenBytes.from_list([b"x"] * 251).save(folder / "token_bytes.bin")
-    values = {key: value for key, value in asdict(model).items() if key not in ("folder", "chat_template")}
-    values |= {"weights": str(folder), "format_version": FORMAT_VERSION}
-    (folder / "model.json").write_text(json.dumps(values))
-    return model
-
-
 def test_real_ranks_give_one_ranks_tokens_and_a_death_among_them_is_told(model):
     options = {key: value for key, value in LIMITS.items() if key != "progress"}
     plan = Plan(
-        num_ranks=3,
+        num_ranks=2,
         kind="torch",
         folder=str(model.folder),
         options=options,
@@ -73,17 +47,46 @@ def test_real_ranks_give_one_ranks_tokens_and_a_death_among_them_is_told(model):
     lost: queue.Queue[str] = queue.Queue()
     runner, ranks = lead(model, plan, lost.put, lambda what, share: None)
     try:
-        assert len(ranks.pids) == 2
+        (pid,) = ranks.pids
         assert generated(runner, PROMPTS, state_of(), 12) == expected
         assert lost.empty()
-        os.kill(ranks.pids[1], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         told = lost.get(timeout=PATIENCE_S)
-        assert told == f"rank 2 of 3 (pid {ranks.pids[1]}) was killed by SIGKILL"
+        assert told == f"rank 1 of 2 (pid {pid}) was killed by SIGKILL"
     finally:
         runner.close()
-    for pid in ranks.pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+LEAD = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from together import LIMITS, prepared
+from shmserve.worker.parallel.lead import Plan, lead
+from shmserve.worker.parallel.ranks import end_worker
+options = {key: value for key, value in LIMITS.items() if key != "progress"}
+log = ("worker[0]", "warning", "text")
+plan = Plan(num_ranks=2, kind="torch", folder="/nowhere", options=options, log=log)
+lead(prepared(Path(sys.argv[1])), plan, end_worker(lambda said: print(said["error"], flush=True)), print)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_ends_the_worker_which_waits_for_it(model):
+    """Rank 0 is in native code then, and waits for somebody who will never come."""
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAD, str(model.folder), here, os.getcwd()],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 1
+    assert re.search(
+        r"^rank 1 of 2 \(pid \d+\) failed: /nowhere: not a prepared", done.stdout, re.M
+    )
 
 
 def joined(**worker) -> SimpleNamespace:
@@ -96,17 +99,32 @@ def test_a_model_that_cannot_be_shared_is_refused_before_anybody_is_started(mode
         shared_runner(joined(), model, LIMITS, is_cuda=False)
 
 
-def test_a_class_of_transformers_is_refused_by_name(tmp_path):
+def config_of(num_ranks: int, **worker) -> WorkerConfig:
+    return WorkerConfig(tensor_parallel=num_ranks, **worker)
+
+
+def test_what_our_decoder_does_not_compute_is_left_to_transformers_unless_a_runner_was_named(
+    tmp_path,
+):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
     other = SimpleNamespace(weights=tmp_path, format="safetensors")
-    with pytest.raises(ModelLoadError, match="gpt_neox.* one rank only, not with --tensor-parallel 2"):
-        check(other, 2, is_cuda=False)
+    assert kind_for(other, config_of(2), is_cuda=False) == "hf"
+    for told in ({"runner": "torch"}, {"cpu_precision": "bf16"}):
+        with pytest.raises(UnknownArchitectureError, match="gpt_neox"):
+            kind_for(other, config_of(2, **told), is_cuda=False)
+
+
+def test_our_decoder_computes_what_it_knows(model):
+    assert kind_for(model, config_of(2), is_cuda=False) == "torch"
+    assert kind_for(model, config_of(2, runner="hf"), is_cuda=False) == "hf"
 
 
 def test_ranks_on_gpus_that_torch_does_not_see_are_refused(model, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert kind_for(model, config_of(2), is_cuda=True) == "cuda"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ModelLoadError, match="--tensor-parallel 2 needs 2 GPUs, and torch sees 1"):
-        check(model, 2, is_cuda=True)
+        kind_for(model, config_of(2), is_cuda=True)
 
 
 def test_a_way_to_attend_on_a_gpu_is_refused_on_the_cpu(toy):
@@ -121,10 +139,9 @@ def test_a_way_to_attend_on_a_gpu_is_refused_on_the_cpu(toy):
         ({"tensor_parallel": 0}, "--tensor-parallel must be 1 to 64, got 0"),
         (
             {"tensor_parallel": 2, "runner": "simulated"},
-            r"--tensor-parallel 2 cannot be had with --runner simulated \(possible: auto, torch, cuda\)",
+            r"--tensor-parallel 2 cannot be had with --runner simulated \(possible: auto, torch, cuda, hf\)",
         ),
         ({"tensor_parallel": 2, "runner": "cpu"}, "2 cannot be had with --runner cpu"),
-        ({"tensor_parallel": 2, "runner": "hf"}, "2 cannot be had with --runner hf"),
         (
             {"tensor_parallel": 2, "cpu_precision": "int8"},
             "--tensor-parallel 2 cannot be had with --cpu-precision int8",
@@ -136,7 +153,7 @@ def test_what_ranks_cannot_have_is_refused_by_name(worker, reason):
         Config(worker=WorkerConfig(**worker)).validate()
 
 
-@pytest.mark.parametrize("runner", ["auto", "torch", "cuda"])
+@pytest.mark.parametrize("runner", ["auto", "torch", "cuda", "hf"])
 def test_what_ranks_can_compute_by_is_taken(runner):
     Config(worker=WorkerConfig(tensor_parallel=2, runner=runner)).validate()
     Config(worker=WorkerConfig(runner="simulated")).validate()

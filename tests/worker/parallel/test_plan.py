@@ -122,7 +122,9 @@ def test_columns_are_those_of_the_rows_before_them():
     assert part.cut("q") == Cut(0, Span(24, 48), 24)
     assert part.cut("output") == Cut(1, Span(24, 48), 24)
     assert part.cut("k") == part.cut("v_bias") == Cut(0, Span(8, 16), 8)
-    assert part.cut("up") == Cut(0, Span(24, 48), 24) and part.cut("down") == Cut(1, Span(24, 48), 24)
+    assert part.cut("up") == Cut(0, Span(24, 48), 24) and part.cut("down") == Cut(
+        1, Span(24, 48), 24
+    )
     whole = ("attention_norm", "ffn_norm", "q_norm", "k_norm", "output_bias", "final_norm")
     assert {part.cut(name) for name in whole} == {None}
 

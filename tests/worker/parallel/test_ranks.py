@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,14 @@ def begun(): open(welcome["file"], "w").close()
 WAIT = PREAMBLE + "begun()\nlink.receive()\n"
 STUBBORN = PREAMBLE + "begun()\nlink.receive()\nsignal.pause()\n"
 FAIL = PREAMBLE + "link.send({'type': 'failed', 'error': 'no  such\\ntensor'})\nlink.receive()\n"
+FAIL_WHEN_TOLD = (
+    PREAMBLE
+    + """begun()
+while not os.path.exists(welcome["file"] + ".go"): time.sleep(0.01)
+link.send({"type": "failed", "error": "the other one is gone"})
+link.receive()
+"""
+)
 EXIT = PREAMBLE + "sys.exit(7)\n"
 
 
@@ -96,13 +105,16 @@ def test_a_rank_that_exits_without_a_word_is_lost(start):
     assert started.lost() == f"rank 1 of 2 (pid {pid}) exited with code 7"
 
 
-def test_of_several_that_end_together_the_killed_one_is_the_reason(start):
-    started = start(FAIL, WAIT)
+def test_of_several_that_end_together_the_killed_one_is_the_reason(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks_module, "SETTLE_S", 0.5)
+    started = start(FAIL_WHEN_TOLD, WAIT)
+    (tmp_path / "0.go").touch()
     os.kill(started.ranks.pids[1], signal.SIGKILL)
     assert "rank 2 of 3" in started.lost()
 
 
-def test_the_end_of_the_link_ends_a_rank_and_a_close_is_no_loss(start):
+def test_the_end_of_the_link_ends_a_rank_and_a_close_is_no_loss(start, monkeypatch):
+    monkeypatch.setattr(ranks_module, "CLOSE_S", 0.3)
     started = start(WAIT, STUBBORN)
     started.ranks.close()
     assert all(map(is_gone, started.ranks.pids))
@@ -114,3 +126,13 @@ def test_who_fails_waits_for_the_reason_only_as_long_as_it_may_come(start):
     begin = time.monotonic()
     started.ranks.await_death(0.05)
     assert time.monotonic() - begin >= 0.05 and started.said.empty()
+
+
+def test_each_rank_sees_a_gpu_of_its_own(start, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,5")
+    started = start(WAIT, WAIT)
+    seen = [
+        dict(word.partition(b"=")[::2] for word in environ.split(b"\0"))[b"CUDA_VISIBLE_DEVICES"]
+        for environ in (Path(f"/proc/{pid}/environ").read_bytes() for pid in started.ranks.pids)
+    ]
+    assert seen == [b"7", b"5"]  # 4 is this process's, the first rank's

@@ -28,6 +28,7 @@ SHAPES = {
     "kv heads kept twice": ({"num_attention_heads": 4, "num_key_value_heads": 1}, 2),
     "three ranks, tied": ({"tie_word_embeddings": True}, 3),
 }
+SLOW_SHAPES = ("even", "three ranks, tied")
 
 
 def torch_runner(model, team: Team | None = None, **options) -> TorchRunner:
@@ -43,7 +44,13 @@ def logits_of(runner: TorchRunner, batch) -> torch.Tensor:
         return runner._logits(runner._hidden(batch), rows).clone()
 
 
-@pytest.mark.parametrize(("changes", "num_ranks"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("changes", "num_ranks"),
+    [
+        pytest.param(*shape, id=name, marks=pytest.mark.slow if name in SLOW_SHAPES else ())
+        for name, shape in SHAPES.items()
+    ],
+)
 def test_logits_are_those_of_one_rank_and_so_are_greedy_tokens(toy, together, changes, num_ranks):
     model = toy(**changes)
     alone, ranks = torch_runner(model), together(num_ranks, lambda team: torch_runner(model, team))
@@ -62,7 +69,9 @@ def test_a_rank_keeps_its_part_only(toy, together):
     model = toy()
     alone, ranks = torch_runner(model), together(2, lambda team: torch_runner(model, team))
     whole = alone._decoder._weights.layers[0]
-    first, second = (runner._decoder._weights.layers[0] for runner in (ranks.first, ranks.others[1]))
+    first, second = (
+        runner._decoder._weights.layers[0] for runner in (ranks.first, ranks.others[1])
+    )
     assert first.qkv.shape == ((2 + 1 + 1) * 8, 48) and second.qkv.shape == ((4 + 2 + 2) * 8, 48)
     assert torch.equal(torch.cat([first.output, second.output], 1), whole.output)
     assert torch.equal(torch.cat([first.down, second.down], 1), whole.down)
@@ -100,6 +109,7 @@ def test_an_id_beyond_the_tokenizers_is_never_chosen(toy, together):
     assert ranks.first.info.vocab_size == 120 and max(map(max, tokens)) < 120
 
 
+@pytest.mark.slow
 def test_bfloat16_matrices_are_shared_too(toy, together):
     model = toy()
     alone = torch_runner(model, keeps_bf16=True)
@@ -116,8 +126,6 @@ def test_a_model_that_cannot_be_shared_is_refused_before_anything_is_read(toy):
     config = config_from_hf(model.weights / "config.json")
     with pytest.raises(ModelLoadError, match="6 heads over 2 kv heads cannot be shared among 4"):
         Team(SimpleNamespace(rank=0, size=4)).share_of(config, model.weights)
-
-
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from shmserve.models import FORMAT_VERSION, PreparedModel
 from shmserve.request import SamplingParams
+from shmserve.token_bytes import TokenBytes
 from shmserve.worker.batch import Batch
 from shmserve.worker.parallel.group import gloo_group
 from shmserve.worker.parallel.steps import StepReader, StepWriter, words_needed
@@ -62,7 +66,9 @@ def write_toy(folder: Path, **changes: Any) -> SimpleNamespace:
         matrices |= {"mlp.down_proj": (hidden, ffn)}
         at = f"model.layers.{layer}."
         shapes |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
-        shapes |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
+        }
         if config.get("attention_bias"):
             biased = {name: shape for name, shape in matrices.items() if "attn" in name}
             shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in biased.items()}
@@ -77,6 +83,36 @@ def write_toy(folder: Path, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(weights=folder, folder=folder, format="safetensors")
 
 
+def prepared(folder: Path) -> PreparedModel:
+    """The model in `folder`, as a process finds one that was prepared."""
+    model = PreparedModel(
+        folder=folder,
+        name="toy",
+        spec="toy",
+        weights=folder,
+        format="safetensors",
+        architecture="llama",
+        vocab_size=251,
+        context_length=128,
+        bos_token_id=None,
+        eos_token_ids=(0,),
+        pad_token_id=None,
+        unk_token_id=None,
+        add_bos_token=False,
+        special_token_ids=(),
+        chat_template=None,
+        token_bytes_exact=True,
+        strips_leading_space=False,
+    )
+    TokenBytes.from_list([b"x"] * 251).save(folder / "token_bytes.bin")
+    values = {
+        key: value for key, value in asdict(model).items() if key not in ("folder", "chat_template")
+    }
+    values |= {"weights": str(folder), "format_version": FORMAT_VERSION}
+    (folder / "model.json").write_text(json.dumps(values))
+    return model
+
+
 class Together:
     """A runner of several ranks. `first` is rank 0's, of the thread that made it; `others` those of the other threads.
 
@@ -88,9 +124,7 @@ class Together:
         self.error: BaseException | None = None
         self._is_over = False
         store = dist.HashStore()
-        self._steps = StepWriter(
-            num_ranks - 1, words_needed(MAX_TOKENS, NUM_ROWS, BLOCKS_EACH)
-        )
+        self._steps = StepWriter(num_ranks - 1, words_needed(MAX_TOKENS, NUM_ROWS, BLOCKS_EACH))
         self._threads = [
             threading.Thread(target=self._follow, args=(store, rank, num_ranks, make), daemon=True)
             for rank in range(1, num_ranks)
@@ -99,6 +133,10 @@ class Together:
             thread.start()
         group = gloo_group(store, 0, num_ranks)
         self.first = make(Team(group, self._steps, self._end))
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.others) < num_ranks - 1 and self.error is None:
+            assert time.monotonic() < deadline, "the other ranks do not load"
+            time.sleep(0.001)
 
     def _follow(
         self, store: dist.Store, rank: int, num_ranks: int, make: Callable[[Team], Any]

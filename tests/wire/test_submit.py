@@ -1,45 +1,18 @@
-"""Submit slots, byte by byte; what goes in comes out; and what lies is a WireError, never anything else."""
+"""A SUBMIT, byte by byte; what goes in comes out; and what lies is a WireError, never anything else."""
 
-import asyncio
-import os
 import struct
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wire_records import REQ_ID, i4, patched, request, slots_of, u4, u8
 
-from shmserve import wire
-from shmserve.boards import HTTP_BOARD
-from shmserve.config import RingConfig
-from shmserve.http.client import WorkerClient
 from shmserve.request import SamplingParams
-from shmserve.rings.board import Board
-from shmserve.wire import (
-    SUBMIT_DTYPE,
-    SUBMIT_SLOT_BYTES,
-    Section,
-    Submit,
-    SubmitKind,
-    WireError,
-    control_digest,
-    pack_control,
-    pack_submit,
-    submit_head,
-    unpack_submit,
-)
-
-REQ_ID = 0x0102030405060708
-
-
-def slots_of(data: bytes) -> list[bytes]:
-    assert len(data) % SUBMIT_SLOT_BYTES == 0
-    return [data[at : at + SUBMIT_SLOT_BYTES] for at in range(0, len(data), SUBMIT_SLOT_BYTES)]
-
-
-def request(num_ids: int = 3, **changes) -> Submit:
-    params = SamplingParams(max_tokens=changes.pop("max_tokens", 16), **changes)
-    return Submit(REQ_ID, np.arange(num_ids, dtype=np.int32), params)
+from shmserve.wire import submit
+from shmserve.wire.errors import WireError
+from shmserve.wire.submit import Submit, pack_submit, unpack_submit
+from shmserve.wire.submit_slots import SUBMIT_DTYPE, SUBMIT_SLOT_BYTES, SubmitKind, submit_head
 
 
 def assert_same(got: Submit, sent: Submit) -> None:
@@ -48,9 +21,6 @@ def assert_same(got: Submit, sent: Submit) -> None:
     for name in Submit.__slots__:
         if name != "prompt_ids":
             assert getattr(got, name) == getattr(sent, name), name
-
-
-# -- golden bytes ----------------------------------------------------------------------------------------------------------
 
 
 def test_golden_submit():
@@ -108,28 +78,6 @@ def test_golden_continuation():
     assert ids[: 4 * 2100] == np.arange(2100, dtype="<i4").tobytes()
 
 
-@pytest.mark.parametrize(
-    ("kind", "byte"),
-    [
-        (SubmitKind.ABORT, "03"),
-        (SubmitKind.ABORT_BY_ID, "04"),
-        (SubmitKind.PAUSE, "05"),
-        (SubmitKind.RESUME, "06"),
-        (SubmitKind.FLUSH_CACHE, "07"),
-        (SubmitKind.EVICT, "08"),
-    ],
-)
-def test_golden_control(kind, byte):
-    digest = bytes(range(0x50, 0x60))
-    slot = pack_control(kind, REQ_ID, time_ns=0x31, digest=digest)
-    assert len(slot) == SUBMIT_SLOT_BYTES
-    assert slot[:40].hex() == f"0807060504030201{byte}00010000000000" + "3100000000000000" + (
-        "505152535455565758595a5b5c5d5e5f"
-    )
-    assert submit_head(slot) == (REQ_ID, kind, 1)
-    assert control_digest(slot) == digest
-
-
 def test_dtype_of_submit_agrees_with_its_struct():
     values = {
         "max_tokens": 1, "min_tokens": 2, "temperature": 3.0, "top_p": 4.0, "min_p": 5.0, "top_k": 6, "frequency_penalty": 7.0,
@@ -144,25 +92,9 @@ def test_dtype_of_submit_agrees_with_its_struct():
         assert columns[name] == value, name
 
 
-def test_numbers_of_kinds_and_sections_do_not_change():
-    assert [kind.name for kind in SubmitKind] == [
-        "SUBMIT", "CONTINUATION", "ABORT", "ABORT_BY_ID", "PAUSE", "RESUME", "FLUSH_CACHE",
-        "EVICT",
-    ]  # fmt: skip
-    assert [section.name for section in Section] == [
-        "PROMPT_IDS", "STOP_STRING", "STOP_IDS", "STOP_REGEX", "LOGIT_BIAS", "ALLOWED_IDS", "BAD_IDS",
-        "GRAMMAR", "CACHE_SALT", "DIGEST", "SHOWN_IDS",
-    ]  # fmt: skip
-    assert list(SubmitKind) == list(range(1, 9))
-    assert list(Section) == list(range(1, 12))
-
-
-# -- round trips -----------------------------------------------------------------------------------------------------------
-
-i4 = st.integers(-(2**31), 2**31 - 1)
-u4 = st.integers(0, 2**32 - 1)
-u8 = st.integers(0, 2**64 - 1)
 f4 = st.floats(width=32, allow_nan=False)
+
+
 params_of = st.builds(
     SamplingParams,
     max_tokens=u4, min_tokens=u4, temperature=f4, top_p=f4, min_p=f4, top_k=i4, frequency_penalty=f4,
@@ -175,6 +107,8 @@ params_of = st.builds(
     shown_ids=st.lists(i4, max_size=3).map(tuple),
     bad_words=st.lists(st.lists(i4, min_size=1, max_size=9).map(tuple), max_size=9).map(tuple),
 )  # fmt: skip
+
+
 submits = st.builds(
     Submit,
     req_id=u8,
@@ -211,17 +145,10 @@ def test_a_slot_more_is_taken_exactly_when_the_last_is_full(num_slots, spare):
 
 
 def test_more_slots_than_the_field_holds_are_refused(monkeypatch):
-    monkeypatch.setattr(wire, "SUBMIT_SLOT_BYTES", 272)  # or it takes 256 MiB to see it
+    monkeypatch.setattr(submit, "SUBMIT_SLOT_BYTES", 272)  # or it takes 256 MiB to see it
     assert pack_submit(request(num_ids=65_534 * 64))[1] == 65_535
     with pytest.raises(WireError, match="65536 slots"):
         pack_submit(request(num_ids=65_534 * 64 + 3))
-
-
-# -- lies ------------------------------------------------------------------------------------------------------------------
-
-
-def patched(slot: bytes, at: int, data: bytes) -> bytes:
-    return slot[:at] + data + slot[at + len(data) :]
 
 
 def with_body(*sections: tuple[int, bytes], length: int | None = None) -> bytes:
@@ -280,12 +207,6 @@ def test_slots_that_are_missing_too_many_or_mixed_up_are_a_wire_error():
     assert unpack_submit([first, second, third]).prompt_ids.tolist() == list(range(2100))
 
 
-@pytest.mark.parametrize("kind", [0, max(SubmitKind) + 1, 255])
-def test_an_unknown_kind_is_a_wire_error(kind):
-    with pytest.raises(WireError, match=f"unknown kind {kind}"):
-        submit_head(patched(pack_submit(request())[0], 8, bytes([kind])))
-
-
 def read(slots: list[bytes]) -> None:
     """What the worker does with what it was sent."""
     _, kind, num_slots = submit_head(slots[0])
@@ -317,72 +238,3 @@ def test_a_damaged_submit_gives_a_request_or_a_wire_error(sent, damage):
         read(slots_of(bytes(data)))
     except WireError:
         return
-
-
-# -- req_id ----------------------------------------------------------------------------------------------------------------
-
-
-class StillLink:
-    """A worker that serves and takes every record."""
-
-    worker = 0
-    is_serving = True
-
-    def __init__(self) -> None:
-        self.in_flight: dict[int, object] = {}
-
-    async def submit(self, entry, record: bytes, num_slots: int) -> None:
-        assert submit_head(record)[0] == entry.req_id
-
-
-async def ids_of_requests(board: Board, http_index: int, table_size: int, count: int) -> list[int]:
-    """The req_ids that a front end gives to requests that come and go."""
-    client = WorkerClient(http_index, RingConfig(table_size=table_size), board)
-    client.links[0] = StillLink()
-    ids = []
-    for _ in range(count):
-        params = SamplingParams(max_tokens=1)
-        entry = await client.submit(
-            np.zeros(1, np.int32), params, index=0, signal=None, arrival_ns=0
-        )
-        ids.append(entry.req_id)
-        if len(client.in_flight) == table_size:
-            client.forget(entry)
-    return ids
-
-
-def test_req_id_is_generation_front_end_and_table_slot():
-    """What the front end composes is what the picture says, and no two lives of a table slot share an id."""
-    board = Board.create(f"/shmserve.test-ids-{os.getpid()}.1.http5.board", HTTP_BOARD, 1)
-    board.segment.unlink()
-    ids = asyncio.run(ids_of_requests(board, http_index=5, table_size=3, count=7))
-    assert [req_id & 0xFFFF for req_id in ids] == [0, 1, 2, 2, 2, 2, 2]
-    assert {req_id >> 16 & 0xFF for req_id in ids} == {5}
-    generations = [req_id >> 24 for req_id in ids]
-    assert generations == list(range(generations[0], generations[0] + 7))
-    assert max(ids) < 2**64
-
-
-def test_head_of_a_slot_says_what_kind_it_is_and_how_long_its_prompt():
-    params = SamplingParams(max_tokens=77)
-    record, num_slots = wire.pack_submit(
-        wire.Submit(9, np.arange(1900, dtype=np.int32), params, submitted_ns=5)
-    )
-    slots = [record[i : i + 4096] for i in range(0, len(record), 4096)]
-    assert wire.peek_submit(slots[0]) == wire.SubmitHead(9, 1, num_slots, 5, 1900, 77)
-    assert wire.peek_submit(slots[1]) == wire.SubmitHead(9, 2, 1, 0)
-    pause = wire.pack_control(wire.SubmitKind.PAUSE, 9, time_ns=6)
-    assert wire.peek_submit(pause) == wire.SubmitHead(9, wire.SubmitKind.PAUSE, 1, 6)
-    assert wire.peek_submit(bytes(8) + b"\xff" + bytes(4087)).kind == 255
-
-
-def test_slots_without_contents_keep_their_heads_and_nothing_else():
-    params = SamplingParams(max_tokens=77, stop=(b"a stop string",), grammar="a grammar")
-    record, num_slots = wire.pack_submit(
-        wire.Submit(9, np.arange(1, 1901, dtype=np.int32), params, cache_salt=b"a salt")
-    )
-    bare = wire.without_contents(record)
-    assert len(bare) == len(record) and num_slots == 2
-    for at in range(0, len(record), 4096):
-        assert wire.peek_submit(bare[at : at + 4096]) == wire.peek_submit(record[at : at + 4096])
-    assert not any(bare[264:4096]) and not any(bare[4096 + 16 :])
