@@ -72,8 +72,9 @@ def draw_streams(axes: Sequence[Any], found: Sequence[Seen], what: str) -> None:
             axis.plot([last.read_s], [len(seen.streams[0])], "x", color=INK, markersize=7)
             axis.annotate(code, (last.read_s, len(seen.streams[0])), xytext=(6, -3), textcoords="offset points", fontsize=8)  # fmt: skip
         axis.set_xlabel("s")
-        axis.set_xlim(left=0)
-        axis.set_ylim(bottom=0)
+    # When all is drawn: a limit that is set is no longer widened, and the panels share it.
+    axes[0].set_xlim(left=0)
+    axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("tokens of one stream")
     axes[0].legend(loc="upper left")
 
@@ -88,8 +89,8 @@ def draw_answers(axes: Sequence[Any], found: Sequence[Seen], what: str) -> None:
             if dots:
                 axis.scatter(*zip(*dots, strict=True), s=10, color=colour, linewidths=0, label=label)  # fmt: skip
         axis.set_xlabel("s, when it was sent")
-        axis.set_xlim(left=0)
-        axis.set_ylim(bottom=-0.1)
+    axes[0].set_xlim(left=0)
+    axes[0].set_ylim(bottom=-0.1)
     axes[0].set_ylabel("s to the first byte")
     axes[-1].legend(loc="upper right", ncols=2)
 

@@ -131,7 +131,7 @@ HISTOGRAMS: Final[dict[str, Shown]] = {
     "hop_publish_us": _histogram("hop_publish_seconds", "A token's way from sampled to published in the ring. Late: the ring was full, and the token waited outside it."),
     "hop_pop_us": _histogram("hop_pop_seconds", "From published to popped by the front end. Late: the event loop was busy."),
     "hop_frame_us": _histogram("hop_frame_seconds", "From popped to framed: the tokens of its batch that were written before it."),
-    "hop_write_us": _histogram("hop_write_seconds", "From framed to written: building the event and the socket's send. Of tokens sent in one call: an equal share of it."),
+    "hop_write_us": _histogram("hop_write_seconds", "From framed to written: building the event and the socket's send. Late: a client did not read, and its tokens waited. Of tokens sent in one call: an equal share of it."),
     "queue_us": _histogram("queue_seconds", "From a request's arrival to the first step that its sequence is scheduled in."),
     "ttft_us": _histogram("ttft_seconds", "From a request's arrival to the first bytes of its answer's text being written."),
     "e2e_us": _histogram("e2e_seconds", "From a request's arrival to its end; of requests that ended well."),

@@ -125,7 +125,7 @@ class Pump:
         if not self._is_scheduled:
             self._turn()
 
-    def _break_off(self, error: RingProtocolError) -> None:
+    def _break_off(self, error: Exception) -> None:
         self._is_broken = True
         self._is_scheduled = False
         self._loop.remove_reader(self._ring.data.fd)
@@ -136,6 +136,10 @@ class Pump:
         try:
             self._take(RECORDS_PER_TURN)
         except RingProtocolError as error:
+            self._break_off(error)
+            return
+        except Exception as error:  # a fault of ours: better an end than streams that wait for ever
+            log.exception("token ring %s could not be read on", self._ring.segment.name)
             self._break_off(error)
             return
         if self._consumer.owed and not self._is_scheduled:

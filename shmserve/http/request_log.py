@@ -87,7 +87,9 @@ class RequestLog:
 
     def tell(self, records: Sequence[RequestRecord]) -> None:
         now = time.time() - time.monotonic_ns() / 1e9
-        self._write("".join([self._line(record, now + record.ended_ns / 1e9) for record in records]))
+        self._write(
+            "".join([self._line(record, now + record.ended_ns / 1e9) for record in records])
+        )
 
     def _line(self, record: RequestRecord, ended_s: float) -> str:
         fields, lines = fields_of(record), self._lines

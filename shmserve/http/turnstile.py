@@ -1,4 +1,4 @@
-"""The heavy part of one request per turn of the event loop, and running streams first.
+"""The heavy part of one request, and one connection, per turn of the event loop, and running streams first.
 
 Owns: the queues of those that want a turn; each handler waits in one once at a time, so the connections bound them. Between two
 turns the loop polls its descriptors and the pump moves tokens; while the pump is behind, nobody gets a turn, but the first in
@@ -31,10 +31,10 @@ class Turnstile:
         self._with_tokens: deque[asyncio.Future[None]] = deque()
         self._with_requests: deque[asyncio.Future[None]] = deque()
         self._with_connections: deque[Callable[[], None]] = deque()
-        self._was_request = False
         self._is_turning = False
         # Handlers with tokens that this turn of the loop has room for, and the next one; none beside a request.
         self._room = self._room_after = 0
+        self._may_connect = self._may_connect_after = False  # the same for its one connection
         self._last_turn = 0.0
 
     @property
@@ -43,40 +43,44 @@ class Turnstile:
 
     async def turn(self, *, has_tokens: bool) -> None:
         """Return at once if this turn of the loop has room and no token waits, else in a later one."""
+        self._count_turns()
         queue = self._with_tokens if has_tokens else self._with_requests
-        if not queue and self._may_pass(1 if has_tokens else TOKENS_PER_TURN):
+        weight = 1 if has_tokens else TOKENS_PER_TURN
+        loop = asyncio.get_running_loop()
+        if not queue and self._room >= weight and not self._is_behind():
+            self._room -= weight
+            if not has_tokens:
+                self._last_turn = loop.time()
             return
-        mine = asyncio.get_running_loop().create_future()
+        mine = loop.create_future()
         queue.append(mine)
         await mine
 
     def begin(self, connect: Callable[[], None]) -> None:
-        """Call `connect`, which takes a connection, at once or in a later turn, as a request is let in.
+        """Call `connect`, which takes a connection, at once or in a later turn: one in each, beside the request that begins in it.
 
-        Connections take turns with requests. In one line with them, one would be accepted for every round of all requests, and
-        under overload those who came last waited a minute for their refusal.
+        In one line with requests, one would be taken for every round of all of them, and under overload those who came last waited a
+        minute for their refusal.
         """
-        if not self._with_connections and self._may_pass(TOKENS_PER_TURN):
+        self._count_turns()
+        if self._may_connect and not self._with_connections and not self._is_behind():
+            self._may_connect = False
             connect()
         else:
             self._with_connections.append(connect)
 
-    def _may_pass(self, weight: int) -> bool:
-        """Whether this turn of the loop has room for so much. From here on it is counted, until nobody waits."""
+    def _count_turns(self) -> None:
+        """From here on, until nobody waits."""
         if not self._is_turning:
             self._is_turning = True
             self._room = self._room_after = TOKENS_PER_TURN
+            self._may_connect = self._may_connect_after = True
             asyncio.get_running_loop().call_soon(self._next)
-        if self._room < weight or self._is_behind():
-            return False
-        self._room -= weight
-        if weight == TOKENS_PER_TURN:
-            self._last_turn = asyncio.get_running_loop().time()
-        return True
 
     def _next(self) -> None:
         """Whom it lets in runs in the next turn of the loop, behind the next call of this."""
         self._room, self._room_after = self._room_after, TOKENS_PER_TURN
+        self._may_connect, self._may_connect_after = self._may_connect_after, True
         if not (self._with_tokens or self._with_requests or self._with_connections):
             self._is_turning = False
             return
@@ -90,12 +94,11 @@ class Turnstile:
         if self._is_behind() and now - self._last_turn < MOST_WAIT_S:
             return
         self._last_turn = now
-        self._room_after = 0
-        if self._with_connections and (self._was_request or not self._with_requests):
-            self._was_request = False
+        if _let_in(self._with_requests, 1):
+            self._room_after = 0
+        if self._with_connections:
+            self._may_connect_after = False
             loop.call_soon(self._with_connections.popleft())
-        elif _let_in(self._with_requests, 1):
-            self._was_request = True
 
 
 def _let_in(queue: deque[asyncio.Future[None]], most: int) -> int:

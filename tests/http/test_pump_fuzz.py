@@ -257,6 +257,23 @@ def test_a_counter_that_the_worker_has_filled_ends_the_channel():
     asyncio.run(scenario())
 
 
+def test_a_fault_of_our_own_ends_the_channel_and_every_stream_on_it():
+    async def scenario():
+        async with Wired() as rings:
+            entries = [await rings.entry("direct") for _ in range(2)]
+
+            def fail(*_: object) -> None:
+                raise ZeroDivisionError("a fault of ours")
+
+            rings.client.times.note_turn = fail
+            rings.put(tokens_record(entries[0].req_id, [1]))
+            await until(lambda: rings.link.channel is None, "the channel is given up")
+            assert [entry.error.status for entry in entries] == [503, 503]
+            assert "a fault of ours" in entries[1].error.message and rings.complaints == []
+
+    asyncio.run(scenario())
+
+
 def test_a_message_without_an_end_is_bounded():
     async def scenario():
         async with Wired() as rings:

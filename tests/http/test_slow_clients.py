@@ -95,7 +95,7 @@ def test_a_reader_that_resumes_before_the_bound_gets_every_byte_F3(server, count
     assert data.count(b"data: [DONE]") == 1
     # Fewer events than tokens: what waited became one.
     assert data.count(b"data: {") < NUM_TOKENS
-    assert counts["num_slow_clients"] == 0 and counts["num_client_coalesced_tokens"] > 50
+    assert counts["num_slow_clients"] == 0 and counts["num_client_coalesced_tokens"] > 20
     server.wait_idle()
     assert http_words(server)["mailbox_bytes"] == 0
 
@@ -157,6 +157,7 @@ def test_the_policy_block_pauses_that_one_sequence_and_resumes_it(server, counts
     assert beside["usage"]["completion_tokens"] == 100
     assert server.words("worker")["paused"] == 1
     # Paused: it made no token while 100 others were made.
+    until(lambda: server.words("worker")["generation_tokens"] - at >= 100, "they are counted")
     assert server.words("worker")["generation_tokens"] - at == 100
     assert text_of(slow.read_until(LAST_CHUNK)) == expected
     server.wait_idle()

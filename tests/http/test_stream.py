@@ -1,6 +1,7 @@
 """One SSE response behind a real socket, its records put in by hand: errors after the 200, silence."""
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -15,8 +16,14 @@ from puppet import (
 )
 from stuck import DOG, WORLD, run
 
+from shmserve.http.choice import Choice
+from shmserve.http.front_end import Generation
+from shmserve.http.in_flight import InFlight
+from shmserve.http.stream import SseStream
 from shmserve.request import FinishReason
 from shmserve.wire.submit_slots import SubmitKind
+
+OF_A_STREAM = (SseStream, Choice, Generation, InFlight)
 
 
 def test_plain_tokens_are_written_one_frame_each_and_the_end_behind_them(default_model):
@@ -35,6 +42,32 @@ def test_plain_tokens_are_written_one_frame_each_and_the_end_behind_them(default
         assert puppet.board["frames"] == 5
 
     run(scenario, default_model)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_a_stream_that_has_ended_leaves_nothing_for_the_garbage_collector(default_model, path):
+    async def scenario(puppet):
+        fields = {"text": "Hi", "prompt": None} if path == "/generate" else {}
+        reader, writer = await puppet.ask(path, stream=True, **fields)
+        req_id = (await puppet.submitted()).req_id
+        for i in range(3):  # the second one is the first that the pump may write itself
+            puppet.put(tokens_record(req_id, [WORLD], i))
+            await asyncio.sleep(0.005)
+        assert [type(each) for each in gc.get_objects() if type(each) in OF_A_STREAM]
+        puppet.put(finish_record(req_id, prompt_tokens=1, completion_tokens=3))
+        await read_answer(reader)
+        writer.close()
+        await until(
+            lambda: not any(type(each) in OF_A_STREAM for each in gc.get_objects()),
+            "all of it is gone",
+        )
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario, default_model)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
