@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -140,6 +141,7 @@ class Pump:
             return
         except Exception as error:  # a fault of ours: better an end than streams that wait for ever
             log.exception("token ring %s could not be read on", self._ring.segment.name)
+            traceback.clear_frames(error.__traceback__)  # they hold views of the segment
             self._break_off(error)
             return
         if self._consumer.owed and not self._is_scheduled:
