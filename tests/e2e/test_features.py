@@ -7,6 +7,9 @@ import json
 import openai
 import pytest
 
+pytestmark = pytest.mark.slow
+"""The smoke run of the real model is tests/process/test_real_life.py's."""
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},

@@ -29,6 +29,7 @@ def test_health_and_version_answer_while_serving(asker):
     assert (head.status, head.body) == (200, b"")
 
 
+@pytest.mark.slow
 def test_health_says_that_a_stopped_worker_does_not_serve_and_live_that_the_loop_turns(
     start_server,
 ):

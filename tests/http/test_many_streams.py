@@ -13,7 +13,9 @@ from shmserve.http.uring import SendRing
 NUM_STREAMS = 36
 
 
-@pytest.fixture(scope="module", params=["--io-uring", "--no-io-uring"])
+@pytest.fixture(
+    scope="module", params=["--io-uring", pytest.param("--no-io-uring", marks=pytest.mark.slow)]
+)
 def many(start_server, request):
     if request.param == "--io-uring":
         try:

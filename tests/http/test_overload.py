@@ -131,7 +131,10 @@ def test_every_request_of_an_overload_gets_its_answer_F2(start_server):
     assert server.words("worker")["num_finished"] == counts[200]
 
 
-@pytest.mark.parametrize("policy", ["block", "drop", "coalesce"])
+@pytest.mark.parametrize(
+    "policy",
+    ["drop", *(pytest.param(each, marks=pytest.mark.slow) for each in ("block", "coalesce"))],
+)
 def test_a_full_submit_ring_refuses_under_drop_only(start_server, policy):
     """A ring of 8 slots, 32 requests at once: under drop some may be refused with a 503, else none is."""
     server = start_server("--step-ms=2", "--submit-ring-slots=8", f"--submit-policy={policy}")

@@ -103,6 +103,7 @@ def test_a_plain_answer_that_nobody_reads_does_not_stay_for_ever(default_model, 
     run(scenario, default_model, slow_client_seconds=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_a_plain_answer_that_is_read_slowly_is_served_to_the_end(default_model, version):
     """It takes several times --slow-client-seconds."""

@@ -76,6 +76,7 @@ def test_a_stream_and_its_logprobs_are_the_same_with_guesses(asker, force):
     assert deltas(num_speculative_tokens=15) == (text, tokens, top)
 
 
+@pytest.mark.slow
 def test_the_servers_default_is_for_who_does_not_say_it(start_server, force):
     eager = start_server("--step-ms=1", "--num-speculative-tokens=5")
     assert eager.text(max_tokens=30, num_speculative_tokens=0, **force(WORLD)) == " world" * 30

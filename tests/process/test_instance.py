@@ -31,6 +31,7 @@ def error_of(server: Any) -> str:
     return str(line)
 
 
+@pytest.mark.slow
 def test_second_start_of_one_name_is_refused_with_the_first_ones_address(start: Start) -> None:
     first = start()
     url = first.wait_ready()["url"]
@@ -106,6 +107,7 @@ def test_drain_over_the_socket_waits_for_what_is_in_flight(start: Start, until: 
     assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_nonsense_on_the_instance_socket_is_refused_and_harms_nobody(start: Start) -> None:
     server = start()
     server.wait_ready()
@@ -174,6 +176,7 @@ def test_service_manager_hears_progress_ready_watchdog_and_stopping(
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_watchdog_is_withheld_while_a_child_is_stopped_and_only_then(
     start: Start, tmp_path: Path, until: Any
 ) -> None:

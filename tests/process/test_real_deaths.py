@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("default_model")
 Serve = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_worker_killed_ends_every_request_well_and_a_new_one_serves_J5(
     serve: Serve, client: Any, until: Any
 ) -> None:

@@ -143,6 +143,7 @@ def test_worker_that_dies_five_times_ends_the_instance_with_the_reason(start: St
     assert server.leftovers() == []
 
 
+@pytest.mark.slow
 def test_restarts_that_do_not_help_end_the_instance_with_the_reason(start: Start) -> None:
     """With three deaths and short delays, so that it does not take long: the loop of restarts is guarded."""
     server = start(

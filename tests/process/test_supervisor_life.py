@@ -71,6 +71,7 @@ def test_two_signals_within_100_ms_end_all_with_code_0(start: Start) -> None:
     assert "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 def test_ctrl_c_to_the_whole_group_still_drains(start: Start, until: Any) -> None:
     server = start(modes={"http": "slow_drain"})
     server.wait_ready()
@@ -130,6 +131,7 @@ def test_signal_while_the_model_is_prepared_ends_cleanly_and_clients_were_told_h
     assert "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 def test_signal_while_the_worker_loads_ends_with_code_0(start: Start, until: Any) -> None:
     server = start(modes={"worker": "never_ready"})
     until(lambda: server.leftovers() and server.segments(), "segments")

@@ -50,7 +50,7 @@ def run_sides():
         children.append(child)
         return child
 
-    def run(kind, slot_size, policy, seed, amount, patience=2):
+    def run(kind, slot_size, policy, seed, amount, patience=8):
         ring = Ring.create(f"/shmserve.{instance}.1.0-0.{kind}", RingShape(slot_size, CAPACITY), 1)
         try:
             view = RingView(ring.segment.name)

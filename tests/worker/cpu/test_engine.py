@@ -54,6 +54,7 @@ def test_logits_are_those_of_numpy(native, shape):
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_variant_gives_the_same_bits(native, other, shape):
     model, ids = toy_model(2, **shape), tokens(270)

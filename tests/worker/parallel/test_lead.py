@@ -32,6 +32,7 @@ def model(toy) -> PreparedModel:
     return prepared(folder)
 
 
+@pytest.mark.slow
 def test_real_ranks_give_one_ranks_tokens_and_a_death_among_them_is_told(model):
     options = {key: value for key, value in LIMITS.items() if key != "progress"}
     plan = Plan(
