@@ -344,8 +344,8 @@ def fleet(
     """A fleet, ended at the end. Ports are taken at random: two of them may run side by side."""
     port_a, port_b, port, metrics_port = free_ports(4)
     suffix = f"{kind.name}-{os.getpid()}-{port}"
-    a = Instance(f"fleet-a-{suffix}", port_a, folder / "a", tuple(flags))
-    b = Instance(f"fleet-b-{suffix}", port_b, folder / "b", tuple(flags))
+    a = Instance(f"a-{suffix}", port_a, folder / "a", tuple(flags))
+    b = Instance(f"b-{suffix}", port_b, folder / "b", tuple(flags))
     router = Router(kind, port, metrics_port, folder / "router")
     with contextlib.ExitStack() as stack:
         for each in (a, b):

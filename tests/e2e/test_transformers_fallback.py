@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from serving import Server, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -58,7 +59,7 @@ def neox(tmp_path_factory):
 
 
 def start(folder: Path, model: Path, name: str, *flags: str) -> Server:
-    name = f"test-fallback-{os.getpid()}-{name}"
+    name = f"fb-{os.getpid()}-{name}"
     return Server(folder, name, f"--model={model}", "--max-num-seqs=4", *flags)
 
 
@@ -101,7 +102,7 @@ def test_a_model_that_nothing_here_can_run_ends_the_start_in_one_line(tmp_path):
     config |= {"num_attention_heads": 4, "attn_layer_indices": [1], "eos_token_id": 0}
     config |= {"mamba_n_heads": 8, "mamba_d_head": 8}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"never read")
+    save_file({"nothing.of.it": torch.zeros(1)}, folder / "model.safetensors")
     server = start(tmp_path / "run", folder, "bamba")
     until(lambda: server.process.poll() is not None, "the end of the start", 120.0)
     assert server.process.returncode == 1

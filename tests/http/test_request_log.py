@@ -161,7 +161,7 @@ def test_a_stderr_that_nobody_reads_holds_up_nobody(tmp_path, default_model) -> 
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     flags = ("--runner=simulated", "--step-ms=1")
-    server = Server(tmp_path, f"test-http-unread-{os.getpid()}", *flags, stderr=writer)
+    server = Server(tmp_path, f"unread-{os.getpid()}", *flags, stderr=writer)
     os.close(writer)
     said = b""
 
