@@ -13,20 +13,16 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_toy
+from overlapped import scheduled
 
 from shmserve.request import SamplingParams
-from shmserve.token_bytes import TokenBytes
 from shmserve.worker.batch import Batch, PromptPart
-from shmserve.worker.commit import Committer
 from shmserve.worker.cuda.buffers import StepBuffers
 from shmserve.worker.cuda.ops import REFERENCE
 from shmserve.worker.cuda.runner import CudaRunner
 from shmserve.worker.models.config import ModelLoadError
-from shmserve.worker.overlap import Overlap, OverlappingRunner
+from shmserve.worker.overlap import OverlappingRunner
 from shmserve.worker.sampling_state import SamplingState
-from shmserve.worker.scheduler import Scheduler
-from shmserve.worker.sequence import Sequence
-from shmserve.worker.stopping import StopConditions
 from shmserve.worker.torch_runner import TorchRunner
 
 BLOCK, HIDDEN, FFN, VOCAB, DIM = 16, 64, 128, 256, 16
@@ -204,35 +200,6 @@ def test_what_lies_in_a_block_behind_the_length_changes_nothing(model, expected)
         runner._model.keys[:, 1:].fill_(float("nan"))
         runner._model.values[:, 1:].fill_(float("nan"))
     assert generated(runner, PROMPTS, state_of()) == expected[len(PROMPTS)]
-
-
-def scheduled(runner, requests) -> tuple[dict[int, list[int]], int]:
-    """The tokens of all requests by the scheduler's own steps, and how many steps were launched ahead."""
-    scheduler = Scheduler(runner.info, max_num_seqs=3, max_num_batched_tokens=16, eos_ids=(2,))
-    vocabulary = TokenBytes.from_list([b"%d " % token for token in range(VOCAB)])
-    committer = Committer(scheduler, StopConditions(vocabulary, ()))
-    overlap = Overlap(runner, scheduler)
-    for req_id, (prompt, params) in enumerate(requests):
-        ids = np.array(prompt, np.int32)
-        scheduler.add(Sequence(req_id, 0, params, ids, arrival_order=req_id, received_ns=1))
-    tokens: dict[int, list[int]] = {req_id: [] for req_id in range(len(requests))}
-    for step in range(200):
-        if not overlap.is_flying:
-            batch, _ = scheduler.schedule(step, 1)
-            if batch is None:
-                return tokens, overlap.num_followed
-            overlap.launch(batch)
-        overlap.follow(step)
-        batch, output = overlap.collect()
-        scheduler.advance(batch, output.time_ns, output.failed)
-        committed = committer.commit(batch, output, output.time_ns)
-        for record in committed.records:
-            tokens[int(record["req_id"])].append(int(record["token_ids"][0]))
-        for sequence, _ in committed.endings:
-            overlap.end(sequence)
-        for sequence in overlap.landed():
-            scheduler.remove(sequence)
-    raise AssertionError("never idle")
 
 
 def test_steps_launched_ahead_by_the_scheduler_give_the_tokens_of_the_torch_runner(model):

@@ -8,19 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from overlapped import scheduled
 from together import LIMITS, Together, batch_of, generated, state_of
 
 from shmserve.request import SamplingParams
-from shmserve.token_bytes import TokenBytes
 from shmserve.worker.batch import PromptPart
-from shmserve.worker.commit import Committer
 from shmserve.worker.cuda.ops import REFERENCE
 from shmserve.worker.cuda.runner import CudaRunner
-from shmserve.worker.overlap import Overlap
 from shmserve.worker.parallel.team import Team
-from shmserve.worker.scheduler import Scheduler
-from shmserve.worker.sequence import Sequence
-from shmserve.worker.stopping import StopConditions
 from shmserve.worker.torch_runner import TorchRunner
 
 PROMPTS = [[5, 9, 200], [17], list(range(40, 61))]
@@ -112,35 +107,6 @@ def test_rows_that_are_sampled_on_the_host_are_sampled_from_all_ranks_logits(mod
     batch = batch_of(*((row, prompt, 0) for row, prompt in enumerate(PROMPTS)))
     one, many = (runner.run(batch, state) for runner in (alone, ranks.first))
     np.testing.assert_array_equal(one.token_ids, many.token_ids)
-
-
-def scheduled(runner, requests) -> tuple[dict[int, list[int]], int]:
-    """The tokens of all requests by the scheduler's own steps, and how many steps were launched ahead."""
-    scheduler = Scheduler(runner.info, max_num_seqs=3, max_num_batched_tokens=16, eos_ids=(2,))
-    vocabulary = TokenBytes.from_list([b"%d " % token for token in range(251)])
-    committer = Committer(scheduler, StopConditions(vocabulary, ()))
-    overlap = Overlap(runner, scheduler)
-    for req_id, (prompt, params) in enumerate(requests):
-        ids = np.array(prompt, np.int32)
-        scheduler.add(Sequence(req_id, 0, params, ids, arrival_order=req_id, received_ns=1))
-    tokens: dict[int, list[int]] = {req_id: [] for req_id in range(len(requests))}
-    for step in range(200):
-        if not overlap.is_flying:
-            batch, _ = scheduler.schedule(step, 1)
-            if batch is None:
-                return tokens, overlap.num_followed
-            overlap.launch(batch)
-        overlap.follow(step)
-        batch, output = overlap.collect()
-        scheduler.advance(batch, output.time_ns, output.failed)
-        committed = committer.commit(batch, output, output.time_ns)
-        for record in committed.records:
-            tokens[int(record["req_id"])].append(int(record["token_ids"][0]))
-        for sequence, _ in committed.endings:
-            overlap.end(sequence)
-        for sequence in overlap.landed():
-            scheduler.remove(sequence)
-    raise AssertionError("never idle")
 
 
 def test_steps_launched_ahead_by_the_scheduler_give_one_ranks_tokens(model, ranks):
