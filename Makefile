@@ -21,13 +21,16 @@ serve: $(VENV)/.run
 
 # Files go to two processes as these get free, in the order of tests/conftest.py: the longest first.
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Many tests run real processes by real clocks, and a shared machine stalls. What failed runs once more, alone, with both
+# results in the output: a fault fails twice.
+AGAIN := $(PY) -m pytest --last-failed --last-failed-no-failures none --maxfail 1
 
 test: $(VENV)/.dev
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' || $(AGAIN) -m 'not slow'
 
 # And the tests that take long. What later needs more than a venv (browser, clients, systemd) hangs on this target.
 test-all: $(VENV)/.clients $(VENV)/.browser
-	$(PYTEST) --hypothesis-profile=full
+	$(PYTEST) --hypothesis-profile=full || $(AGAIN) --hypothesis-profile=full
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
