@@ -10,7 +10,7 @@ Laws
   - logprobs come from the log-softmax of the model's own logits, before bias and temperature.
 
 A row that keeps no more than HEAD tokens gives each of them its own random number; limited rows (top-k, top-p or min-p) nearly
-always do, and one partial sort finds them. Rows that keep more, or all, are drawn in two steps, each a Gumbel-max: a bucket of
+always do, and one partial sort finds them. Rows that keep more, and rows without limits (however few their edits leave), are drawn in two steps, each a Gumbel-max: a bucket of
 BUCKET neighbouring ids by its summed weight, then an id in it. The distribution is the same for a hundredth of the random numbers.
 
 This is the definition, for torch's own runner and the tests; the C kernels draw by the same rules (cpu/sampling.h). The CUDA

@@ -68,7 +68,9 @@ class Row:
         """The Gumbel key of each token that can win; the largest wins. Empty tokens of other buckets cannot."""
         p = self.params
         log_weights = (x - x.max()) / float(np.float32(p.temperature))
-        if len(kept) > HEAD:
+        # A row without top-k, top-p and min-p is not counted: however few tokens its edits leave, it draws by buckets.
+        is_open = self.params.top_k == 0 and self.params.top_p >= 1 and self.params.min_p <= 0
+        if len(kept) > HEAD or is_open:
             weights = np.zeros(-(-len(x) // BUCKET) * BUCKET)
             weights[kept] = np.exp(log_weights[kept])
             with np.errstate(divide="ignore"):
@@ -173,6 +175,14 @@ def test_tokens_are_the_ones_of_the_definition(native, case):
         assert row.allows(int(tokens[index]), logits[index]), ("C", index, row.params)
         theirs = -1 if index in reference.failed else int(reference.token_ids[index])
         assert row.allows(theirs, logits[index]), ("torch", index, row.params)
+
+
+def test_a_row_without_limits_draws_by_buckets_however_few_tokens_its_edits_leave(native):
+    logits = np.zeros((1, 900), np.float32)
+    for seed in range(20):
+        row = Row(seed=seed, temperature=1.0, allowed_token_ids=(91, 790))
+        assert row.allows(int(by_c(native, logits, [row])[0][0]), logits[0]), seed
+        assert row.allows(int(by_torch(logits, [row]).token_ids[0]), logits[0]), seed
 
 
 @settings(deadline=None, max_examples=settings.default.max_examples * 3 // 5)
