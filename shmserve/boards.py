@@ -17,7 +17,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Final
 
-from shmserve.rings.board import BoardSpec
+from shmserve.rings.board_table import BoardSpec
 
 HEARTBEAT_S: Final = 0.25
 """Every process stores its heartbeat this often."""

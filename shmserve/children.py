@@ -23,7 +23,8 @@ from shmserve.boards import HTTP_BOARD, WORKER_BOARD
 from shmserve.child import with_source_tree
 from shmserve.control import ControlError, ControlLink, Message
 from shmserve.health import Vitals
-from shmserve.rings.board import Board, BoardSpec
+from shmserve.rings.board import Board
+from shmserve.rings.board_table import BoardSpec
 
 WORKER: Final = "worker"
 HTTP: Final = "http"

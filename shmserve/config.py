@@ -73,6 +73,7 @@ class WorkerConfig:
 
     runner: RunnerName = "auto"
     cpu_precision: CpuPrecision = "auto"  # of matrices; auto: what the runner is fastest in
+    amx: bool = True  # where the CPU has it and it gives the same bits (worker/cpu/amx.py)
     attention_backend: AttentionBackend = "auto"  # on a GPU; auto: flashinfer where it can
     step_ms: float = 4.48  # simulated runner: period of a step
     script: str = ""  # simulated runner: JSON file of scripted token ids per request

@@ -19,16 +19,14 @@ from shmserve.config import Config
 from shmserve.control import ControlLink, Message
 from shmserve.death_records import DeathRecords
 from shmserve.devices import environment_of, visible_devices
-from shmserve.health import RestartPolicy, examine
+from shmserve.health_rounds import HealthRounds
 from shmserve.loop import Loop
-from shmserve.posts import Captain, Post
+from shmserve.posts import Captain, Post, posts_of
 from shmserve.progress import Reporter
 from shmserve.wiring import Wiring
 
-HEALTH_CHECK_S: Final = 1.0
 STOP_GRACE_S: Final = 5.0
 LOADING_STOP_GRACE_S: Final = 1.0  # a child that still loads has nothing to finish
-_OVERSLEPT_NS: Final = 3_000_000_000
 
 
 class SupervisorError(RuntimeError):
@@ -60,18 +58,16 @@ class Crew:
         self._environ = environ
         self._records = records
         self._was_whole = False
-        self._last_check_ns = time.monotonic_ns()
         self.is_leaving = False
         self.num_cut = 0  # requests in flight that the end did not wait for
-        # Front ends first: they answer 503 with the progress while the workers load.
-        self.posts = [
-            Post(role, index, role in external, RestartPolicy(first_delay_s))
-            for role, count, first_delay_s in (
-                (HTTP, config.num_http, 0.0),
-                (WORKER, config.num_workers, 1.0),
-            )
-            for index in range(count)
-        ]
+        self.posts = posts_of(config, external)
+        self._rounds = HealthRounds(
+            self.posts,
+            config.hang_timeout_s,
+            loop=loop,
+            reporter=reporter,
+            set_state=self._set_state,
+        )
 
     def start(self) -> None:
         """Fill every post that is not external. Raises SegmentError before anything is started if there is no room."""
@@ -82,7 +78,7 @@ class Crew:
                 self._report.say(f"{post.role} {post.index}: waiting for it to join")
             else:
                 self._fill(post, epoch)
-        self._check_health()
+        self._rounds.keep_watch()
 
     def children(self) -> Iterator[Child]:
         return (post.child for post in self.posts if post.child is not None)
@@ -212,35 +208,7 @@ class Crew:
             if child.exit_reason() is not None:
                 self._bury(post, child)
             elif child.poll_stopped():
-                self._judge(post, child)
-
-    # --- health
-
-    def _check_health(self) -> None:
-        now = time.monotonic_ns()
-        if now - self._last_check_ns > _OVERSLEPT_NS:
-            # This process was stopped itself, perhaps with all the others (Ctrl-Z): their ages mean nothing.
-            for child in self.children():
-                child.grace_ns = now
-        self._last_check_ns = now
-        for post in self.posts:
-            if post.child is not None:
-                self._judge(post, post.child)
-        self._loop.after(HEALTH_CHECK_S, self._check_health)
-
-    def _judge(self, post: Post, child: Child) -> None:
-        verdict = examine(child.vitals(), time.monotonic_ns(), self._config.hang_timeout_s)
-        if verdict.must_end:
-            child.kill(verdict.reason, verdict.state)
-        if verdict.state == "ok":
-            if post.state in ("stopped", "hung"):
-                self._report.say(f"{child.name} (pid {child.pid}) goes on", is_warning=True)
-            self._set_state(post, "ready" if child.is_ready else "loading")
-            return
-        if post.state != verdict.state:
-            news = f"{child.name} (pid {child.pid}) is {verdict.state}: {verdict.reason}"
-            self._report.say(news, is_warning=True)
-        self._set_state(post, verdict.state, verdict.reason)
+                self._rounds.judge(post, child)
 
     def _set_state(self, post: Post, state: str, reason: str = "") -> None:
         """Note the state and tell the front ends, if it or how far it loads is news."""
@@ -276,10 +244,8 @@ class Crew:
         self._captain.crew_changed()
 
     def _replace(self, post: Post, child: Child, reason: str) -> None:
-        delay = post.restarts.died(time.monotonic())
         cause = child.death_cause
-        post.num_deaths[cause] = post.num_deaths.get(cause, 0) + 1
-        post.last_death = reason
+        delay = post.died(cause, reason)
         self._wiring.board.add(f"{post.role}_restarts")
         self._wiring.board.add(f"{post.role}_restarts_{cause}")
         died = f"{child.name} (pid {child.pid}) died: {reason}"
@@ -312,9 +278,6 @@ class Crew:
             for child in self.children()
             if child.role == HTTP
         )
-
-    def num_in_flight(self) -> int:
-        return sum(child.board["in_flight"] for child in self.children() if child.role == HTTP)
 
     def _count_cut(self, child: Child) -> None:
         """Add what a front end cut at the end: by its own word, or if it had none, by its board's last."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from shmserve.boards import SUPERVISOR_BOARD, WORKER_BOARD, http_board
 from shmserve.config import MOST_ROUTING_BLOCKS, Config, WorkerConfig
-from shmserve.rings.board import board_bytes
+from shmserve.rings.board_table import board_bytes
 from shmserve.rings.layout import HEADER_BYTES
 from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
 from shmserve.wire.tokens import TOKEN_SLOT_BYTES

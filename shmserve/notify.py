@@ -44,6 +44,11 @@ class Notifier:
             self._socket = None
 
 
+def extension(seconds: float) -> dict[str, int]:
+    """The field that asks the service manager for so much more time to start or to stop."""
+    return {"EXTEND_TIMEOUT_USEC": int(seconds * 1e6)}
+
+
 def _one_line(value: str | int) -> str:
     return " ".join(str(value).split())
 

@@ -1,4 +1,4 @@
-"""One place in the crew, and who is told when something changes there.
+"""The places in the crew, and who is told when something changes there.
 
 Owns: what a post remembers between two children, and how it is shown to front ends and operators. Never: acts.
 """
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from shmserve.boards import label_of
 from shmserve.children import HTTP, WORKER, Child
+from shmserve.config import Config
 from shmserve.control import Message
 from shmserve.health import RestartPolicy
 
@@ -46,6 +47,12 @@ class Post:
     since: float = field(default_factory=time.time)
     num_deaths: dict[str, int] = field(default_factory=dict)  # by cause: boards.DEATH_CAUSES
     last_death: str = ""
+
+    def died(self, cause: str, reason: str) -> float | None:
+        """Note the death of its child; seconds until the next is to start, or None to give up."""
+        self.num_deaths[cause] = self.num_deaths.get(cause, 0) + 1
+        self.last_death = reason
+        return self.restarts.died(time.monotonic())
 
     def worker_message(self) -> Message:
         return {
@@ -85,6 +92,16 @@ class Post:
                 "rank_pids": list(self.info.get("rank_pids", ())) if is_ready else [],
             }
         return row
+
+
+def posts_of(config: Config, external: frozenset[str]) -> list[Post]:
+    """All posts of an instance. Front ends first: they answer 503 with the progress while the workers load."""
+    counts = ((HTTP, config.num_http, 0.0), (WORKER, config.num_workers, 1.0))
+    return [
+        Post(role, index, role in external, RestartPolicy(first_delay_s))
+        for role, count, first_delay_s in counts
+        for index in range(count)
+    ]
 
 
 def queue_of(children: Iterable[Child]) -> dict[str, int]:

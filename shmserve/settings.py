@@ -133,6 +133,7 @@ SETTINGS: Final = (
     Setting("--owned-by", "http.owned_by", str, "The owner that /v1/models names."),
     Setting("--runner", "worker.runner", click.Choice(get_args(RunnerName)), "What computes: the C kernels for the CPU, torch, transformers' classes (hf), or a simulated GPU; auto: the best that works here."),
     Setting("--cpu-precision", "worker.cpu_precision", click.Choice(get_args(CpuPrecision)), "What matrices are kept and multiplied in on the CPU. int8: 8 bits a weight (blocks of a GGUF file that have fewer stay as they are), by the C kernels; bf16, fp32: by torch, several times slower. auto: int8 where the kernels compute the model, else fp32."),
+    Setting("--amx", "worker.amx", bool, "Multiply the rows of prompts by AMX, where the CPU has it and the kernel gives it; the results are the same."),
     Setting("--attention-backend", "worker.attention_backend", click.Choice(get_args(AttentionBackend)), "What attends on a GPU: our Triton kernels, or flashinfer. auto: flashinfer where it is installed and has the model's kernels for the GPU."),
     Setting("--step-ms", "worker.step_ms", float, "Simulated runner: period of a step in milliseconds."),
     Setting("--script", "worker.script", _FILE, "Simulated runner: JSON file of token ids to emit."),

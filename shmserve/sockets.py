@@ -1,6 +1,6 @@
 """The listening sockets: bound by the supervisor before anything is loaded, and passed on to every front end it starts.
 
-Owns: the probe, the binding, the file of a Unix socket, the sockets that systemd hands over. Never: accepts a connection.
+Owns: the probe, the binding, the file of a Unix socket, the sockets that systemd hands over, the limit on descriptors. Never: accepts a connection.
 They stay open in the supervisor for its whole life: while a front end restarts, connections wait in the backlog.
 
 A port is probed without SO_REUSEPORT first, so one in use is found at once, with one front end or many; SO_REUSEADDR lets a
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import stat
 from collections.abc import MutableMapping
@@ -207,3 +208,10 @@ def _from_passed(sockets: list[socket.socket], num_http: int, scheme: str) -> Li
         host, port = first.getsockname()[:2]
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     return Listeners([list(sockets) for _ in range(num_http)], url, port)
+
+
+def raise_descriptor_limit() -> None:
+    """A connection is a descriptor: the soft limit of 1,024 is for select(), which nobody here uses."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import resource
 import signal
 import sys
 import time
@@ -35,12 +34,11 @@ from shmserve.lobby import Lobby
 from shmserve.log_file import CHECK_S as LOG_CHECK_S
 from shmserve.log_file import BoundedLog
 from shmserve.loop import Loop, exit_on_signals
-from shmserve.notify import Notifier
+from shmserve.notify import Notifier, extension
 from shmserve.posts import queue_of
 from shmserve.progress import Reporter, write_line
+from shmserve.sockets import raise_descriptor_limit
 from shmserve.wiring import Wiring
-
-__all__ = ["Prepare", "Supervisor", "SupervisorError"]
 
 Prepare = Callable[[Config, Callable[[str, float | None], None]], Config]
 """Makes the model ready and gives the config with its folder and name. Called once, before any child is started."""
@@ -120,7 +118,7 @@ class Supervisor:
             return self._prepare(self.config, progress)
 
     def _serve(self, claimed: Claim) -> None:
-        _raise_descriptor_limit()
+        raise_descriptor_limit()
         self._loop = Loop()
         try:
             self._wiring = Wiring(self.config, claimed.listeners, claimed.next_epoch)
@@ -209,12 +207,12 @@ class Supervisor:
         self._report(text, fraction)
         if self._state == "starting":
             done = "" if fraction is None else f" {100 * fraction:.0f} %"
-            self._notifier.send(STATUS=f"{text}{done}", **_extension(_MORE_TIME_S))
+            self._notifier.send(STATUS=f"{text}{done}", **extension(_MORE_TIME_S))
 
     def _ask_for_time(self) -> None:
         """One phase of loading may be silent for minutes; what hangs there is ended by the rules of health.py."""
         if self._state == "starting":
-            self._notifier.send(**_extension(_MORE_TIME_S))
+            self._notifier.send(**extension(_MORE_TIME_S))
             self._loop.after(_ASK_TIME_S, self._ask_for_time)
 
     def _set_state(self, state: str, **news: str | int) -> None:
@@ -250,7 +248,7 @@ class Supervisor:
             return
         timeout_s = self.config.drain_timeout_s
         extend_s = timeout_s + 2 * STOP_GRACE_S + _SPARE_S
-        self._set_state("draining", STOPPING=1, STATUS="draining", **_extension(extend_s))
+        self._set_state("draining", STOPPING=1, STATUS="draining", **extension(extend_s))
         self._wiring.board["draining"] = 1
         self._report.say(f"draining: requests in flight get {timeout_s:g} s; once more ends now")
         self._crew.drain()
@@ -271,7 +269,7 @@ class Supervisor:
         if self._state == "stopping":
             return
         extend_s = 2 * STOP_GRACE_S + _SPARE_S
-        self._set_state("stopping", STOPPING=1, STATUS="stopping", **_extension(extend_s))
+        self._set_state("stopping", STOPPING=1, STATUS="stopping", **extension(extend_s))
         self._crew.stop()
         self._loop.after(2 * STOP_GRACE_S, self._leave)
         self.crew_changed()
@@ -284,6 +282,7 @@ class Supervisor:
 
     def status(self) -> Message:
         """Everything that `shmserve status` shows; `since` is seconds since 1970."""
+        queue = queue_of(self._crew.children())
         return {
             "type": "status",
             "instance": self.config.instance_name,
@@ -293,20 +292,9 @@ class Supervisor:
             "url": self._url,
             "model": self.config.model.served_name,
             "model_folder": self.config.model.folder,
-            "in_flight": self._crew.num_in_flight(),
-            "queue": queue_of(self._crew.children()),
+            "in_flight": queue["in_flight"],
+            "queue": queue,
             "log_file": os.path.abspath(self.config.log_file) if self.config.log_file else "",
             "children": [post.status(time.monotonic_ns()) for post in self._crew.posts],
             "channels": self._wiring.channels(),
         }
-
-
-def _extension(seconds: float) -> dict[str, int]:
-    return {"EXTEND_TIMEOUT_USEC": int(seconds * 1e6)}
-
-
-def _raise_descriptor_limit() -> None:
-    """A connection is a descriptor: the soft limit of 1,024 is for select(), which nobody here uses."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

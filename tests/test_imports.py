@@ -58,6 +58,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "sockets",
         "children",
         "posts",
+        "health_rounds",
         "ledger",
     ),
     ("recording", "crash_dump", "dump", "dump_output", "watch", "top", "top_screen"),
@@ -67,11 +68,12 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("daemon", "systemd_unit", "settings", "commands", "cli", "demo", "__main__"),
 )
 CLOSED = ("worker", "http")
-RINGS_ORDER = ("layout", "segment", "wakeup", "spsc", "policy", "channel", "board", "observe")
+RINGS_ORDER = ("layout", "segment", "wakeup", "spsc", "policy", "channel")
+RINGS_ORDER += ("board_table", "board", "observe")
 USES_TORCH = ("shmserve.worker.torch_runner", "shmserve.worker.sampler", "shmserve.worker.models")
 USES_TORCH += ("shmserve.worker.kernels", "shmserve.worker.cuda_graphs", "shmserve.worker.philox")
 USES_TORCH += ("shmserve.worker.cuda", "shmserve.worker.torch_output")
-USES_TORCH += ("shmserve.worker.hf_attention", "shmserve.worker.hf_runner")
+USES_TORCH += tuple(f"shmserve.worker.hf_{name}" for name in ("attention", "loading", "runner"))
 USES_TORCH += ("shmserve.worker.cpu.loading", "shmserve.worker.cpu.runner")
 USES_TORCH += tuple(
     f"shmserve.worker.parallel.{name}" for name in ("group", "team", "device_share", "lead")

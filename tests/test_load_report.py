@@ -152,7 +152,8 @@ def many(num: int) -> LoadReport:
     return LoadReport.of([replace(result(i, 20 + i % 7), lags=(lags[i],)) for i in range(num)])
 
 
-@pytest.mark.parametrize("num", [pytest.param(1, marks=pytest.mark.slow), 150])
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 150])
 def test_a_load_is_drawn_with_its_panels(tmp_path, num):
     report = many(num)  # 150: more gaps than are drawn as single dots
     load_plot.plot_load(str(tmp_path / "x.png"), "rate 1/s", report, row_of(report))

@@ -211,7 +211,7 @@ def test_a_server_slower_than_the_timeout_is_a_timeout():
 
     async def run():
         async with serving(handler) as url:
-            report = await run_load(LoadSpec(base_url=url, model="m", timeout_s=0.3, **DEFAULTS))
+            report = await run_load(LoadSpec(base_url=url, model="m", timeout_s=0.8, **DEFAULTS))
             released.set()
             return report
 
@@ -314,10 +314,10 @@ def test_warm_up_is_sent_and_neither_counted_nor_told():
 
 
 def test_a_duration_ends_a_closed_loop_and_what_runs_is_waited_for():
-    report = load(three_frames, num_requests=None, duration_s=0.2, concurrency=2)
+    report = load(three_frames, num_requests=None, duration_s=0.6, concurrency=2)
     assert report.errors == {}
     begin_ns = report.results[0].due_ns
-    assert all(result.due_ns - begin_ns < 0.2e9 for result in report.results)
+    assert all(result.due_ns - begin_ns < 0.6e9 for result in report.results)
     assert len(report.results) > 2
 
 

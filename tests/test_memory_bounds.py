@@ -14,7 +14,8 @@ from shmserve.http import fields
 from shmserve.http.openai.endpoints import prompts_of
 from shmserve.http.openai.schemas import CompletionRequest
 from shmserve.memory_bounds import BODY_FACTOR, bounds_of, logprobs_bound, table, total_of
-from shmserve.rings.board import Board, board_bytes
+from shmserve.rings.board import Board
+from shmserve.rings.board_table import board_bytes
 
 DEFAULT = Config()
 

@@ -7,6 +7,7 @@ bench works, and its times mean nothing, so they have no bars.
     ops        every operation, compiled, against plain torch on the same device
     bandwidth  what the floor is made of
     gap        what a node of a CUDA graph costs
+    sample     the draws of a batch, by the limits that its rows have
     gemv       few rows times the matrices of Llama 3 8B, against torch.mm
     step       a random model of Llama 3 8B's shape, 1,024 tokens of context
     server     T_step under `shmserve start --runner cuda`
@@ -34,7 +35,7 @@ from gpu_speed import LLAMA_3_8B, TOY, Clock, Scale
 
 from shmserve.worker.cuda.ops import REFERENCE, Ops, triton_ops
 
-PARTS = ("ops", "bandwidth", "gap", "gemv", "step", "server")
+PARTS = ("ops", "bandwidth", "gap", "sample", "gemv", "step", "server")
 MOST_OF_FLOOR = 1.15
 LEAST_GEMV_SHARE = 0.92
 SERVER_TOKENS = 128
@@ -82,6 +83,8 @@ class Bench:
                 return [gpu_speed.bandwidth(clock, self.scale, self.device)]
             if part == "gap":
                 return gpu_speed.gaps(clock, self.scale, self.ops, *at)
+            if part == "sample":
+                return gpu_speed.samplings(clock, self.scale, self.ops, *at)
             if part == "gemv":
                 return gpu_speed.gemvs(clock, self.scale, self.ops, *at, gb_s)
             return self._steps(clock, gb_s)
@@ -180,6 +183,7 @@ def main(
     if not is_cuda and not toy:
         raise SystemExit("without a GPU there is a dry run only: --device cpu --toy")
     if is_cuda:
+        torch.cuda.set_device(device if device.index is not None else torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(device)
         print(f"{properties.name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     bench = Bench(

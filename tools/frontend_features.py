@@ -12,10 +12,22 @@ PLAIN: Final = "plain"
 _STOPS: Final = ["\n\nUser:", "</answer>", "[END OF STORY]", "Observation:"]
 """Four of the kind that clients send; a simulated model that draws among 49,152 tokens never says one of them whole."""
 
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
 FEATURES: Final[dict[str, dict[str, Any]]] = {
     PLAIN: {},
     "stop": {"stop": _STOPS},
     "logprobs": {"logprobs": True, "top_logprobs": 5},
+    "usage": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "ids": {"return_token_ids": True},
+    "times": {"include_timing": True},
+    "tools": {"tools": [_TOOL]},
     "grammar": {
         "response_format": {
             "type": "json_schema",

@@ -146,22 +146,26 @@ def cache_cases(i: Inputs, c: DecoderConfig, context: int) -> Iterator[Case]:
 
 
 def sample_cases(i: Inputs, c: DecoderConfig) -> Iterator[Case]:
-    """Greedy rows, drawn ones, and one that is broken."""
-    rows = 6
+    """Greedy rows, drawn ones (of all ids, of few, of thousands, of the likeliest), and one that is broken."""
+    rows = 10
     logits = i.normal(rows, c.vocab_size) * 4
     logits[1, 5] = logits[1, c.vocab_size - 1] = 60.0  # a tie
     logits[3, 2] = float("nan")
-    temperature = torch.tensor([0, 0, 0.7, 0.7, 1.0, 1.5], device=i.device)
-    min_p = torch.tensor([0, 0, 0, 0, 0.05, 0.2], device=i.device)
+    temperature = torch.tensor([0, 0, 0.7, 0.7, 1, 1.5, 1.2, 1, 1.3, 2], device=i.device)
+    min_p = torch.tensor([0, 0, 0, 0, 0.05, 0.2, 1e-5, 0, 0, 0], device=i.device)
     seeds = torch.arange(rows, device=i.device) * -(1 << 40) - 7
-    positions = i.ints([0, 1, 2, 3, 400, 70_000])
+    top_k = i.ints([0, 0, 0, 0, 0, 0, 0, 50, 0, 4000])
+    top_p = torch.tensor([1, 1, 1, 1, 1, 1, 1, 1, 0.9, 0.95], device=i.device)
+    positions = i.ints([0, 1, 2, 3, 400, 70_000, 9, 8, 7, 6])
     scratch = SampleScratch.allocate(rows, c.vocab_size, i.device)
     results = [i.empty(rows, dtype=torch.int32), i.empty(rows, dtype=torch.float32)]
     yield Case(
         "sample",
         "greedy, drawn, broken",
         [*results, i.empty(rows, dtype=torch.int32)],
-        lambda ops, outs: ops.sample(logits, temperature, min_p, seeds, positions, *outs, scratch),
+        lambda ops, outs: ops.sample(
+            logits, temperature, min_p, top_k, top_p, seeds, positions, *outs, scratch
+        ),
     )
 
 

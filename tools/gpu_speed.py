@@ -4,6 +4,7 @@ Owns: the clock, and the figures of `bench_gpu.py` but for those of whole steps 
 
     clock      work is recorded once and replayed; a figure is the median of several blocks of replays, launching by the host not in it
     bandwidth  the better of a sum over memory that no cache holds, and of a copy of it (both directions count)
+    sample     a token for each row of a batch, by the limits that the rows have
     gemv       weights are turned over from product to product, so that none is found in a cache; torch.mm in the same way
 """
 
@@ -18,7 +19,7 @@ from bench_common import Row, median
 from torch import Tensor
 
 from shmserve.worker.cuda.graphs import Capture, CudaCapture, NoCapture
-from shmserve.worker.cuda.ops import Ops
+from shmserve.worker.cuda.ops import Ops, SampleScratch
 from shmserve.worker.models.config import DecoderConfig, Rope
 
 NUM_BLOCKS = 5
@@ -133,6 +134,40 @@ def gaps(
             for count in (few, many)
         )
         rows.append({"part": "gap", "node": name, "us": (long - short) / (many - few)})
+    return rows
+
+
+def samplings(
+    clock: Clock, scale: Scale, ops: Ops, device: torch.device, dtype: torch.dtype
+) -> list[Row]:
+    """Microseconds of the draws of a batch, by its size and by what all of its rows ask for."""
+    most, vocab = max(scale.batches), scale.config.vocab_size
+    logits = torch.empty(most, vocab, dtype=dtype, device=device).normal_(0, 3)
+    scratch = SampleScratch.allocate(most, vocab, device)
+    ids, failed, positions = (torch.zeros(most, dtype=torch.int32, device=device) for _ in range(3))
+    seeds, logprobs = torch.arange(most, device=device), torch.zeros(most, device=device)
+    asked: dict[str, tuple[float, float, int, float]] = {
+        "greedy": (0.0, 0.0, 0, 1.0),
+        "no limit": (0.8, 0.0, 0, 1.0),
+        "min-p 0.05": (0.8, 0.05, 0, 1.0),
+        "top-k 50": (0.8, 0.0, 50, 1.0),
+        "top-p 0.95": (0.8, 0.0, 0, 0.95),
+        "top-k 50, top-p 0.95": (0.8, 0.0, 50, 0.95),
+    }
+    rows = []
+    for name, (temperature, min_p, top_k, top_p) in asked.items():
+        limits = [torch.full((most,), value, device=device) for value in (temperature, min_p)]
+        limits += [torch.full((most,), top_k, dtype=torch.int32, device=device)]
+        limits += [torch.full((most,), top_p, device=device)]
+        for batch in scale.batches:
+
+            def draw(batch: int = batch, limits: list[Tensor] = limits) -> None:
+                per_row = [each[:batch] for each in (*limits, seeds, positions)]
+                outs = [each[:batch] for each in (ids, logprobs, failed)]
+                ops.sample(logits[:batch], *per_row, *outs, scratch)
+
+            row: Row = {"part": "sample", "asked": name, "batch": batch}
+            rows.append({**row, "us": clock.us(draw)})
     return rows
 
 

@@ -46,6 +46,7 @@ async def many_streams(fleet: Fleet) -> Row:
     bodies = questions(NUM_STREAMS, NUM_TOKENS)
     direct = await ask_all(fleet.a.url, bodies)
     assert all(each.is_complete for each in direct), "the direct run is not whole"
+    await asyncio.to_thread(fleet.settle)
     before = [each.num_requests() for each in (fleet.a, fleet.b)]
     routed = await ask_all(fleet.url, bodies)
     statuses = {each.status for each in routed}

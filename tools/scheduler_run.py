@@ -173,7 +173,7 @@ def rig(batch: int, step_ms: float) -> Iterator[Rig]:
         # Where the consumer fell behind, records wait for credits.
         while workers.tokens.credits.fd in engine.poll_fds() and time.monotonic() < give_up_at:
             time.sleep(0.001)
-            engine.flush_emitters()
+            engine.channels.flush()
         engine.show_idle()
         num_made = board["generation_tokens"]
         ours.send("over")

@@ -15,20 +15,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from shmserve import child
-from shmserve.boards import HEARTBEAT_S, Phase
-from shmserve.config import ConfigError, HttpConfig
+from shmserve.boards import Phase
+from shmserve.config import HttpConfig
 from shmserve.http import app
 from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
 from shmserve.http.front_end import FrontEnd
-from shmserve.http.garbage import Garbage
 from shmserve.http.health import Boards
+from shmserve.http.heartbeat import Heartbeat
 from shmserve.http.listener import Listener
 from shmserve.http.neighbours import Neighbours
-from shmserve.http.occupancy import Occupancy, most_connections
+from shmserve.http.occupancy import occupancy_of
 from shmserve.http.request_book import RequestBook, RequestRecord
 from shmserve.http.request_log import RequestLog
 from shmserve.http.request_templates import RequestTemplates
@@ -95,13 +93,11 @@ class HttpProcess:
             started_at=int(time.time()),
             book=self._open_book(),
         )
-        self._occupancy = self._bound_connections()
+        self._occupancy = occupancy_of(config, self.front.admission.refused)
         self._stopped = asyncio.Event()
         self._orphaned = False
         self._listening = asyncio.Event()
         self._sockets: list[socket.socket] = []
-        self._server: web.Server | None = None
-        self._garbage: Garbage | None = None
 
     def _open_step_sender(self, config: HttpConfig, tokenizer: Tokenizer) -> StepSender | None:
         if not config.io_uring:
@@ -118,25 +114,20 @@ class HttpProcess:
         loop = asyncio.get_running_loop()
         self.joined.link.set_nonblocking()
         loop.add_reader(self.joined.link.fileno(), self._on_control)
-        self._beat_due = loop.time()
-        self._beat()
+        heartbeat = Heartbeat(self.front, self._traces)
         await self._listening.wait()
         bound = bound_addresses(self._sockets)
         if warning := warning_of(self.joined.config.http, bound):
             log.warning("%s", warning)
         runner = app.runner_of(app.build(self.front, self.boards, self.joined.instance, bound))
         await runner.setup()
-        self._server = runner.server
-        listeners: list[Listener] = []
-        for sock in self._sockets:
-            server = self._server
-            assert server is not None, "set up just now"
-            listeners.append(
-                Listener(
-                    server, sock, self.joined.config.http, self.front.turnstile, self._occupancy
-                )
-            )
-        self._garbage = Garbage()
+        server = runner.server
+        assert server is not None, "set up just now"
+        config, turnstile = self.joined.config.http, self.front.turnstile
+        listeners = [
+            Listener(server, sock, config, turnstile, self._occupancy) for sock in self._sockets
+        ]
+        heartbeat.serves(server)
         self._show(Phase.IDLE)
         if not self._stopped.is_set():
             self.joined.link.send({"type": "ready", "info": {}})
@@ -153,7 +144,7 @@ class HttpProcess:
             listener.close()
         self._occupancy.close()
         await runner.cleanup()
-        self._beat_timer.cancel()
+        heartbeat.stop()
         if self.front.book is not None:
             self.front.book.settle(is_last=True)
         if self._traces is not None:
@@ -179,22 +170,6 @@ class HttpProcess:
         if not tells:
             return None
         return RequestBook(self.client.times, self.client.table.size, tells)
-
-    def _bound_connections(self) -> Occupancy:
-        config, admission = self.joined.config, self.front.admission
-        asked = config.http.max_concurrent_connections
-        run_slots = config.worker.run_slots * config.num_workers
-        num_places = run_slots + config.http.max_queued_requests
-        most = most_connections(asked, num_places, config.num_workers)
-        if not most:
-            raise ConfigError("too few descriptors are allowed for one connection (ulimit -n)")
-        if most < asked:
-            log.warning(
-                "at most %d connections, not %d: more descriptors are not allowed (RLIMIT_NOFILE)",
-                most,
-                asked,
-            )
-        return Occupancy(most, admission.refused)
 
     def _on_control(self) -> None:
         while True:
@@ -290,32 +265,6 @@ class HttpProcess:
     def _show(self, phase: Phase) -> None:
         self.board["phase"] = phase
         self.board["phase_since_ns"] = time.monotonic_ns()
-
-    def _beat(self) -> None:
-        """Heartbeat, gauges, and how late the loop is. A plain timer: idle, it is all that this process does."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        board = self.board
-        board["heartbeat_ns"] = time.monotonic_ns()
-        board["loop_lag_ns"] = max(0, int((now - self._beat_due) * 1e9))
-        num_in_flight = len(self.client.in_flight)
-        board["in_flight"] = num_in_flight
-        line = self.front.admission.line
-        board["waiting"] = line.num_waiting
-        board["waiting_tokens"] = line.num_tokens
-        board["connections"] = len(self._server.connections) if self._server else 0
-        sender = self.client.step_sender
-        board["io_uring"] = sender is not None and sender.is_open
-        for link in self.client.links.values():
-            link.fold_times()
-        if self.front.book is not None:
-            self.front.book.settle()
-        if self._traces is not None:
-            self._traces.show()
-        if self._garbage is not None:
-            self._garbage.look(is_idle=not num_in_flight)
-        self._beat_due = now + HEARTBEAT_S
-        self._beat_timer = loop.call_at(self._beat_due, self._beat)
 
 
 def main(argv: list[str]) -> int:

@@ -23,9 +23,10 @@ from shmserve.http.anthropic import endpoints as anthropic
 from shmserve.http.anthropic.formats import error_response
 from shmserve.http.bodies import Bodies
 from shmserve.http.connection import expect_later, in_time, log_body
+from shmserve.http.deadlines import ARRIVAL
 from shmserve.http.debug_stream import DebugStream
 from shmserve.http.errors import ApiError
-from shmserve.http.front_end import ARRIVAL, FrontEnd
+from shmserve.http.front_end import FrontEnd
 from shmserve.http.metrics import InstanceCollector, render
 from shmserve.http.openai import endpoints, responses
 from shmserve.http.request_book import RECORD, STATUS_GONE

@@ -17,17 +17,18 @@ from shmserve.http.in_flight import InFlight
 
 if TYPE_CHECKING:
     from shmserve.http.detokenizer import Pieces, TextStream
-    from shmserve.http.logprob_frames import LogprobFrames
     from shmserve.http.logprob_send import LogprobPath
+    from shmserve.http.made_send import MadePath
+    from shmserve.http.ways import Way
 
 
 class ChoiceFormat(Protocol):
     """How one choice looks on the wire: whole SSE events as bytes."""
 
     @property
-    def around_text(self) -> tuple[bytes, bytes] | LogprobFrames | None:
-        """What stands before and behind the JSON-escaped text of a delta, if that is all that changes; where the token's logprobs do,
-        too, what puts them together; else None."""
+    def way(self) -> Way | None:
+        """Which way the pump may write the next token, if it is whole text: what stands before and behind that text, JSON-escaped, if it
+        is all that changes, or one of `ways.py`. None: only `delta` knows."""
 
     def opening(self) -> bytes:
         """Events before the first text."""
@@ -60,7 +61,8 @@ class Choice:
         self.pieces = pieces
         self.format = fmt
         self.is_open = True
-        self.direct: Direct | LogprobPath | None = None  # made when the pump may first write
+        self.way: Way | None = None  # that `direct` is made for
+        self.direct: Direct | LogprobPath | MadePath | None = None
         # For a congested client, without an object per token: what waits is as large as it is counted.
         self.waiting_text = bytearray()
         self.waiting_ids = array("i")

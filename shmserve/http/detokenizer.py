@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from shmserve.http.ways import NO_MARKS, Marks
 from shmserve.stop import ClearTexts, StopMatcher
 from shmserve.stop_regex import stop_scan
 from shmserve.token_text import Decoding, TokenText
@@ -52,26 +53,30 @@ def _piece(data: bytes) -> bytes:
 
 
 class ClearPieces(dict[int, bytes]):
-    """Token id -> its piece, empty where it touches a stop string; filled as tokens are seen, so that a new set of stops costs nothing
-    at once. At most MOST_CLEAR_PIECES, then it begins anew. An id outside the vocabulary is an IndexError, as in a list."""
+    """Token id -> its piece, empty where it touches a mark; filled as tokens are seen, so that a new set of marks costs nothing at
+    once. At most MOST_CLEAR_PIECES, then it begins anew. An id outside the vocabulary is an IndexError, as in a list."""
 
-    __slots__ = ("_direct", "_raw", "_texts")
+    __slots__ = ("_direct", "_holds_blanks", "_raw", "_texts")
 
-    def __init__(
-        self, direct: list[bytes], raw: Callable[[int], bytes], stops: tuple[bytes, ...]
-    ) -> None:
+    def __init__(self, direct: list[bytes], raw: Callable[[int], bytes], marks: Marks) -> None:
         self._direct = direct
         self._raw = raw
-        self._texts = ClearTexts(stops)
+        self._texts = ClearTexts(marks.strings) if marks.strings else None
+        self._holds_blanks = marks.holds_blanks
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self._direct[token_id]
-        if piece and not self._texts.has(self._raw(token_id)):
+        if piece and not self._is_clear(self._raw(token_id)):
             piece = b""
         if len(self) >= MOST_CLEAR_PIECES:
             self.clear()
         self[token_id] = piece
         return piece
+
+    def _is_clear(self, data: bytes) -> bool:
+        if self._texts is not None and not self._texts.has(data):
+            return False
+        return not (self._holds_blanks and data.decode()[-1:].isspace())
 
 
 class Pieces:
@@ -81,37 +86,50 @@ class Pieces:
     tokens are first seen, a large vocabulary would keep a busy front end on the slow path for minutes.
     """
 
-    __slots__ = ("_bytes", "_clear", "_decoding", "_silent", "direct", "longest", "tables")
+    __slots__ = (
+        "_bytes",
+        "_clear",
+        "_decoding",
+        "_silent",
+        "common",
+        "direct",
+        "longest",
+        "tables",
+    )
 
     def __init__(
         self,
         token_bytes: list[bytes],
         silent_ids: frozenset[int],
         decoding: Decoding = Decoding(),  # noqa: B008 (frozen)
+        others: Pieces | None = None,
     ) -> None:
+        """`others`: pieces of the same tokens of which more are silent."""
         self._bytes = token_bytes
         self._decoding = decoding
         self._silent = silent_ids
         self.tables: dict[Hashable, Any] = {}  # made of these pieces by others, and shared by all
-        self._clear: OrderedDict[tuple[bytes, ...], ClearPieces] = OrderedDict()
+        self._clear: OrderedDict[Marks, ClearPieces] = OrderedDict()
         self.direct = [_piece(data) for data in token_bytes]
         self.longest = max(map(len, self.direct), default=0)
         for token_id in silent_ids:
             self.direct[token_id] = b""
+        self.common: list[bytes] = self.direct if others is None else others.common
+        """Pieces of a table that several share: where one is not empty, it is this one's, too."""
 
     def raw(self, token_id: int) -> bytes:
         """The token's bytes as they count in the text; nothing for a special token that is skipped."""
         return b"" if token_id in self._silent else self._bytes[token_id]
 
-    def clear_of(self, stops: tuple[bytes, ...]) -> ClearPieces:
-        """Those of `direct` that a stream with these stop strings may write while it holds nothing. The newest sets are kept."""
-        pieces = self._clear.get(stops)
+    def clear_of(self, marks: Marks) -> ClearPieces:
+        """Those of `direct` that a stream may write while nobody who looks for these holds anything. The newest sets are kept."""
+        pieces = self._clear.get(marks)
         if pieces is None:
-            pieces = self._clear[stops] = ClearPieces(self.direct, self.raw, stops)
+            pieces = self._clear[marks] = ClearPieces(self.direct, self.raw, marks)
             if len(self._clear) > MOST_STOP_SETS:
                 self._clear.popitem(last=False)
         else:
-            self._clear.move_to_end(stops)
+            self._clear.move_to_end(marks)
         return pieces
 
     def token_text(self) -> TokenText | None:
@@ -174,11 +192,11 @@ class TextStream:
             return False
         return not self._decoder.getstate()[0]
 
-    def plain_pieces(self) -> list[bytes] | dict[int, bytes]:
-        """The pieces of those tokens that may be written past it while it `is_plain`."""
+    def plain_pieces(self, marks: Marks = NO_MARKS) -> list[bytes] | dict[int, bytes]:
+        """The pieces of those tokens that may be written past it while it `is_plain`, and are clear of `marks`."""
         if isinstance(self._matcher, StopMatcher):
-            return self._pieces.clear_of(self._matcher.stops)
-        return self._pieces.direct
+            marks = Marks(self._matcher.stops + marks.strings, marks.holds_blanks)
+        return self._pieces.clear_of(marks) if marks != NO_MARKS else self._pieces.direct
 
     def pass_by(self) -> None:
         """From here on tokens come that it is not fed. What it is fed then stands behind bytes that nobody counted."""

@@ -16,6 +16,7 @@ from shmserve.http.uring import address_of
 
 if TYPE_CHECKING:
     from shmserve.http.logprob_send import LogprobPath
+    from shmserve.http.made_send import MadePath
 
 MOST_CHUNK_BYTES: Final = 4_096
 SIZE_LINES: Final = [b"%x\r\n" % size for size in range(MOST_CHUNK_BYTES)]
@@ -99,6 +100,10 @@ class DirectTable:
         self.logprob_paths: list[LogprobPath | None] = [None] * size
         self.has_logprobs = np.zeros(size, np.bool_)
         self.num_logprob_paths = 0
+        # Of streams whose formats make the frames; so is theirs.
+        self.made_paths: list[MadePath | None] = [None] * size
+        self.is_made = np.zeros(size, np.bool_)
+        self.num_made_paths = 0
 
     def enter(self, req_id: int, slot: int) -> None:
         """The place `slot` is `req_id`'s from here on."""
@@ -106,11 +111,21 @@ class DirectTable:
         self.lead(slot, None)
         self.written_ns[slot] = 0
 
-    def lead(self, slot: int, path: Direct | LogprobPath | None) -> None:
+    def lead(self, slot: int, path: Direct | LogprobPath | MadePath | None) -> None:
         """Plain tokens of this place go this way from now on; None: not by the pump."""
-        logprob_path = None
+        logprob_path: LogprobPath | None = None
+        made_path: MadePath | None = None
         if path is not None and not isinstance(path, tuple):
-            logprob_path, path = path, None
+            if path.is_made is True:
+                made_path = path
+            else:
+                logprob_path = path
+            path = None
+        if made_path is not self.made_paths[slot]:
+            is_there = made_path is not None
+            self.num_made_paths += is_there - (self.made_paths[slot] is not None)
+            self.made_paths[slot] = made_path
+            self.is_made[slot] = is_there
         if logprob_path is not self.logprob_paths[slot]:
             is_there = logprob_path is not None
             self.num_logprob_paths += is_there - (self.logprob_paths[slot] is not None)

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 from shmserve.http.direct import Direct, DirectTable
 from shmserve.http.errors import ApiError
 from shmserve.http.logprobs import LogprobLog
+from shmserve.http.ways import PassedTokens
 from shmserve.wire.finish import FinishRecord
 
 if TYPE_CHECKING:
-    from shmserve.http.client import WorkerLink
     from shmserve.http.detokenizer import TextStream
     from shmserve.http.logprob_send import LogprobPath
+    from shmserve.http.made_send import MadePath
     from shmserve.http.timing import TokenTimes
     from shmserve.http.waiting_line import Party
+    from shmserve.http.worker_link import WorkerLink
 
 
 class Signal:
@@ -100,6 +102,7 @@ class InFlight:
         "logprobs",
         "on_tokens",
         "party",
+        "passed",
         "popped_ns",
         "req_id",
         "signal",
@@ -143,6 +146,7 @@ class InFlight:
         self.token_ids: list[int] = []
         self.logprobs: LogprobLog | None = None  # only where they were asked for
         self.timing: TokenTimes | None = None  # only where it was asked for
+        self.passed: PassedTokens | None = None  # only where the text is split
         self.popped_ns = 0  # its newest tokens that the pump did not write itself; the first
         self.first_popped_ns = 0
         self.was_stop_token = False  # the last token ended the request and has no text
@@ -163,11 +167,12 @@ class InFlight:
         return self._slot
 
     @property
-    def direct(self) -> Direct | LogprobPath | None:
-        return self._table.paths[self._slot] or self._table.logprob_paths[self._slot]
+    def direct(self) -> Direct | LogprobPath | MadePath | None:
+        table, slot = self._table, self._slot
+        return table.paths[slot] or table.logprob_paths[slot] or table.made_paths[slot]
 
     @direct.setter
-    def direct(self, path: Direct | LogprobPath | None) -> None:
+    def direct(self, path: Direct | LogprobPath | MadePath | None) -> None:
         if self._table.owner[self._slot] == self.req_id:  # else its place is another's already
             self._table.lead(self._slot, path)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ _COLUMNS: Final = np.dtype(
 class LogprobPath:
     """The pump's way for the tokens of one choice. `send` and `spill` are those of any direct path."""
 
+    is_made: ClassVar[Literal[False]] = False
     __slots__ = ("_around", "_back", "_is_chunked", "frames", "pieces", "send", "spill")
 
     def __init__(

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from shmserve.http import fields
 from shmserve.http.choice import Choice
 from shmserve.http.errors import ApiError, bad_field
-from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
+from shmserve.http.front_end import FrontEnd
+from shmserve.http.generation import Generation, Wanted, choices_of
 from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
 from shmserve.http.native_answer import NativeAnswer
@@ -62,6 +63,7 @@ class GenerateRequest(msgspec.Struct):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
+    # Declared once more in openai/schemas.py: a struct has one base, and there it is the one of the sampling fields.
     priority: int | None = None
     timeout_ms: int | None = None
     data_parallel_rank: int | None = None

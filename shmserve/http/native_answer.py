@@ -1,7 +1,7 @@
 """One completion of /generate in SGLang's shape: its `meta_info`, its frames, its object.
 
 Owns: what a frame of /generate holds. Streams carry the cumulative text and ids in every frame, or only what is new (native.py says
-which); the emission times in `meta_info.timing.token_us` are those of the frame's own new tokens in both. Event loop's thread only.
+which), and the pump may have their frames made token by token; the emission times in `meta_info.timing.token_us` are those of the frame's own new tokens in both. Event loop's thread only.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from shmserve.http.detokenizer import escape
 from shmserve.http.in_flight import InFlight
 from shmserve.http.logprobs import TokenLogprob, TokenTexts, native_logprobs
+from shmserve.http.openai.event_forms import HOLE, NUMBER, TEXT, form_of
 from shmserve.http.openai.formats import event
+from shmserve.http.ways import Made
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.wire.finish import FinishRecord
 
 
 class NativeAnswer:
     """One completion in SGLang's shape, and its ChoiceFormat when it is streamed."""
-
-    around_text: tuple[bytes, bytes] | None = None  # every frame differs in more than its text
 
     def __init__(
         self,
@@ -40,8 +43,12 @@ class NativeAnswer:
         self._index = index
         self._id = rid or f"{entry.req_id:016x}"
         self._is_incremental = incremental
-        self._text = ""
-        self._ids: list[int] = []
+        # As JSON has them, of the frame: what is cumulative is escaped once.
+        self._text = bytearray()
+        self._ids = bytearray()
+        self._num_tokens = 0
+        self._form = b""
+        self._form_of: FinishRecord | None = None  # the record that the form was made for
         self._texts = texts
         self._scored_ids = scored_ids
         self._scored_from = scored_from
@@ -56,26 +63,52 @@ class NativeAnswer:
     def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
         return self._frame(text, token_ids, is_last=True)
 
+    @property
+    def way(self) -> Made | None:
+        return Made(self._piece) if self._entry.logprobs is None else None
+
+    def _piece(self, piece: bytes, token_id: int) -> bytes:
+        """`delta` of one token that is whole text."""
+        if not self._form or self._form_of is not self._entry.started:
+            self._form, self._form_of = self._form_of_token(), self._entry.started
+        self._add(piece, (token_id,))
+        (token_us,) = self._timing.take(1)
+        return self._form % (self._text, self._ids, self._num_tokens, token_us)
+
+    def _form_of_token(self) -> bytes:
+        """A frame with holes for its text, its ids, their number, and the newest one's time; the client's `rid` is in its middle."""
+        frame = self._object(HOLE, [HOLE], [HOLE], is_last=False)
+        frame["meta_info"]["completion_tokens"] = HOLE
+        return form_of(event(frame), (TEXT, b"%b"), (NUMBER, NUMBER))
+
+    def _add(self, escaped: bytes, token_ids: Sequence[int]) -> None:
+        self._num_tokens += len(token_ids)
+        if self._is_incremental:
+            self._text.clear()
+            self._ids.clear()
+        self._text += escaped
+        for token_id in token_ids:
+            self._ids += b",%d" % token_id if self._ids else b"%d" % token_id
+
     def _frame(self, text: str, token_ids: Sequence[int], *, is_last: bool) -> bytes:
-        self._ids += token_ids
-        self._text += text
+        self._add(escape(text), token_ids)
         if self._entry.logprobs is not None:
             taken = self._entry.logprobs.take(len(token_ids))
             self._logprobs = taken if self._is_incremental else self._logprobs + taken
         token_us = self._timing.take(len(token_ids))
-        if self._is_incremental:
-            return event(self._object(text, list(token_ids), token_us, is_last=is_last))
-        return event(self._object(self._text, self._ids, token_us, is_last=is_last))
+        told = msgspec.Raw(b'"%b"' % bytes(self._text))
+        ids = msgspec.Raw(b"[%b]" % bytes(self._ids))
+        return event(self._object(told, ids, token_us, is_last=is_last))
 
     def whole(self, text: str, token_ids: list[int]) -> dict[str, Any]:
-        self._ids = token_ids
+        self._num_tokens = len(token_ids)
         if self._entry.logprobs is not None:
             self._logprobs = self._entry.logprobs.take(len(token_ids))
         self._timing.framed(time.monotonic_ns())
         return self._object(text, token_ids, self._timing.take_all(), is_last=True)
 
     def _object(
-        self, text: str, token_ids: list[int], token_us: list[int], *, is_last: bool
+        self, text: Any, token_ids: Any, token_us: list[Any], *, is_last: bool
     ) -> dict[str, Any]:
         meta = self._meta_info(is_last)
         meta["timing"] = {"token_us": token_us}
@@ -96,7 +129,7 @@ class NativeAnswer:
             "weight_version": "default",
             "dp_rank": entry.link.worker,
             "num_retractions": record.num_retractions if record is not None else 0,
-            "completion_tokens": len(self._ids),
+            "completion_tokens": self._num_tokens,
             "cached_tokens": cached,
             "cached_tokens_details": {"device": cached, "host": 0},
             "reasoning_tokens": 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
 from collections.abc import Callable
@@ -16,7 +17,10 @@ from typing import Final
 
 import msgspec
 
+from shmserve.config import Config, ConfigError
 from shmserve.http.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 MOST_LINGERING: Final = 128
 LINGER_S: Final = 1.0
@@ -34,6 +38,22 @@ def most_connections(asked: int, num_places: int, num_workers: int) -> int:
         return asked
     kept = MOST_LINGERING + OWN_DESCRIPTORS + DESCRIPTORS_PER_WORKER * num_workers + num_places
     return max(0, min(asked, soft - kept))
+
+
+def occupancy_of(config: Config, refused: Callable[[str], None]) -> Occupancy:
+    """What --max-concurrent-connections asks for, as far as descriptors go. Raises ConfigError if they allow no connection."""
+    asked, num_workers = config.http.max_concurrent_connections, config.num_workers
+    num_places = config.worker.run_slots * num_workers + config.http.max_queued_requests
+    most = most_connections(asked, num_places, num_workers)
+    if not most:
+        raise ConfigError("too few descriptors are allowed for one connection (ulimit -n)")
+    if most < asked:
+        log.warning(
+            "at most %d connections, not %d: more descriptors are not allowed (RLIMIT_NOFILE)",
+            most,
+            asked,
+        )
+    return Occupancy(most, refused)
 
 
 class Occupancy:

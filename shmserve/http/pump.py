@@ -4,8 +4,8 @@ Owns: the token ring's reading end. Never: wakes a task for a token of a stream 
 runs more than K = 256 records (about 2 ms) without giving the event loop a turn.
 
 A plain token (one whole-character token that touches no stop string of its stream, whose transport has nothing buffered) becomes a
-frame by one join and is sent from here, with its logprobs by `logprob_send.py`; everything else goes the slow way, through
-`InFlight.on_tokens`.
+frame by one join and is sent from here, with its logprobs by `logprob_send.py`, in a frame that its format makes by `made_send.py`;
+everything else goes the slow way, through `InFlight.on_tokens`.
 Times are collected in arrays (`hop_times.py`), which go into the board's histograms a few thousand tokens at a time.
 """
 
@@ -26,6 +26,7 @@ from shmserve.http.errors import ApiError
 from shmserve.http.hop_times import HopTimes
 from shmserve.http.in_flight import InFlight
 from shmserve.http.logprob_send import LogprobSender
+from shmserve.http.made_send import MadeSender
 from shmserve.http.record_checks import (
     MOST_MESSAGE_CHARACTERS,
     check_finish,
@@ -94,6 +95,7 @@ class Pump:
         self._times = times
         self._step_sender = step_sender
         self._logprob_sender = LogprobSender(table, times)
+        self._made_sender = MadeSender(table, self._give_up)
         self._popped_ns = 0  # when the batch was read that is handled now
         self._w_frames = board.cell("frames")
         self._w_tokens = board.cell("tokens")
@@ -179,9 +181,16 @@ class Pump:
         if table.num_logprob_paths:
             sent_alone, left = self._logprob_sender.send(view, slots, ids[:count], left)
             written += sent_alone
-        skipped, slow_tokens = self._one_by_one(view, left, slots, is_plain, token_ids, written)
-        num_direct = len(written)
+        made: list[int] = []
         words = self._board.words
+        if table.num_made_paths:
+            made, num_made, left = self._made_sender.send(view, slots, ids[:count], left, popped)
+            words[self._w_frames] += num_made
+        skipped, slow_tokens = self._one_by_one(view, left, slots, is_plain, token_ids, written)
+        if made:
+            skipped += made
+            slow_tokens += len(made)
+        num_direct = len(written)
         words[self._w_tokens] += num_direct + slow_tokens
         if num_direct:
             words[self._w_frames] += num_direct
@@ -261,12 +270,15 @@ class Pump:
             self._count_bad()
         except Exception:  # the fault may be ours
             log.exception("request %016x: its record could not be handled", entry.req_id)
-        entry.link.abort(entry)
-        entry.fail(ApiError(500, "The server could not handle the model's output."))
+        self._give_up(entry)
         if slot[20] == TokenKind.FINISH:  # no other will come
             self._messages.pop(req_id, None)
             self._on_finish(entry)
         return 0
+
+    def _give_up(self, entry: InFlight) -> None:
+        entry.link.abort(entry)
+        entry.fail(ApiError(500, "The server could not handle the model's output."))
 
     def _slow(self, entry: InFlight, slot: bytes) -> int:
         """Any record that is not a plain token on a stream that keeps up; the number of tokens in it."""
@@ -284,6 +296,8 @@ class Pump:
                 entry.logprobs.add_tokens(slot)
             if entry.timing is not None:
                 entry.timing.came(slot, len(ids), self._popped_ns)
+            if entry.passed is not None:
+                entry.passed.came(slot, len(ids))
             if entry.on_tokens is not None:
                 entry.on_tokens(entry)
             elif is_first:

@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import Any, Final, Protocol
 
 from shmserve.http.tool_formats import held_length
+from shmserve.http.ways import Marks, Passing
 
 Delta = dict[str, Any]
 OPENER: Final = "<think>"
 CLOSER: Final = "</think>"
+_CONTENT: Final = Passing("content")
+_REASONING: Final = Passing("reasoning_content", Marks((CLOSER.encode(),), holds_blanks=True))
 
 
 class Inner(Protocol):
     @property
     def has_tool_calls(self) -> bool: ...
+    @property
+    def passing(self) -> Passing | None: ...
     def feed(self, text: str) -> list[Delta]: ...
     def finish(self) -> list[Delta]: ...
 
@@ -27,6 +32,7 @@ class ContentOnly:
 
     has_tool_calls = False
     is_reasoning = False
+    passing: Passing | None = _CONTENT
 
     def feed(self, text: str) -> list[Delta]:
         return [{"content": text}] if text else []
@@ -53,6 +59,14 @@ class ReasoningSplitter:
     @property
     def has_tool_calls(self) -> bool:
         return self._inner.has_tool_calls
+
+    @property
+    def passing(self) -> Passing | None:
+        if self._is_fresh or self._buffer:
+            return None
+        if self._is_over:
+            return self._inner.passing
+        return _REASONING if self.is_reasoning and self._is_streaming and self._is_shown else None
 
     def feed(self, text: str) -> list[Delta]:
         if self._is_over:

@@ -27,8 +27,8 @@ from shmserve.http.errors import ApiError, bad_field
 
 if TYPE_CHECKING:
     from shmserve.config import Routing
-    from shmserve.http.client import WorkerLink
     from shmserve.http.neighbours import Neighbours
+    from shmserve.http.worker_link import WorkerLink
     from shmserve.rings.board import Board
 
 RANK: Final[web.RequestKey[int]] = web.RequestKey("data_parallel_rank", int)

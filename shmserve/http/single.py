@@ -9,7 +9,8 @@ import msgspec
 from aiohttp import web
 
 from shmserve.http.choice import Choice, ChoiceFormat, ResponseFormat
-from shmserve.http.front_end import FrontEnd, Generation, Wanted
+from shmserve.http.front_end import FrontEnd
+from shmserve.http.generation import Generation, Wanted
 from shmserve.http.in_flight import InFlight
 from shmserve.http.slow_client import SlowClientRules
 from shmserve.http.stream import SseStream

@@ -66,7 +66,7 @@ class StepSender:
         return self._ring.is_open
 
     def takes(self, pieces: list[bytes]) -> bool:
-        """Whether a stream that writes these may go together with others."""
+        """Whether a stream that writes these, wherever they are not empty, may go together with others."""
         return pieces is self._pieces and self._ring.is_open
 
     def count_together(self, slots: npt.NDArray[np.uint64]) -> int:

@@ -26,10 +26,13 @@ from shmserve.http.direct import direct_path
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.logprob_send import LogprobPath
+from shmserve.http.made_send import MadePath
 from shmserve.http.request_book import RECORD
 from shmserve.http.slow_client import SlowClientRules
+from shmserve.http.ways import NO_MARKS, Made, Unmarked, Way
 
 if TYPE_CHECKING:
+    from shmserve.http.direct import Direct
     from shmserve.http.front_end import FrontEnd
 
 log = logging.getLogger(__name__)
@@ -112,7 +115,9 @@ class SseStream:
             self._congestion.end()
             for choice in self._choices:
                 choice.entry.direct = None
-                choice.direct = None  # it leads back here: all of the request would wait for the garbage collector
+                choice.way = choice.direct = (
+                    None  # it leads back here: all of the request would wait for the garbage collector
+                )
             self._socket.close()
         # Looked at once it is written: who does not read the end is not waited for without a bound.
         asyncio.get_running_loop().call_soon(
@@ -263,35 +268,35 @@ class SseStream:
 
     def _go_direct(self, choice: Choice) -> None:
         """Let the pump write this choice's plain tokens by itself."""
-        entry, around = choice.entry, choice.format.around_text
-        if around is None or not self._has_written or entry.is_over or entry.is_aborted:
+        entry = choice.entry
+        if not self._has_written or entry.is_over or entry.is_aborted:
             return
-        if not choice.text.is_plain:
+        way = choice.format.way
+        if way is None or not choice.text.is_plain:
             entry.direct = None  # what is held goes out before the next token's text
             return
-        if choice.direct is None:
+        if choice.direct is None or way != choice.way:
             choice.text.pass_by()
-            pieces = choice.text.plain_pieces()
-            if isinstance(around, tuple):
-                choice.direct = direct_path(
-                    *around,
-                    self._is_chunked,
-                    pieces,
-                    choice.pieces.longest,
-                    self._send,
-                    self._spill,
-                    self._descriptor_for(choice),
-                )
-            else:
-                choice.direct = LogprobPath(
-                    around, pieces, self._is_chunked, self._send, self._spill
-                )
+            choice.way, choice.direct = way, self._path_for(choice, way)
         entry.direct = choice.direct
+
+    def _path_for(self, choice: Choice, way: Way) -> Direct | LogprobPath | MadePath | None:
+        marks, out = NO_MARKS, (self._is_chunked, self._send, self._spill)
+        if isinstance(way, Unmarked):
+            marks, way = way.marks, way.around
+        elif isinstance(way, Made):
+            pieces = choice.text.plain_pieces(way.marks)
+            return MadePath(choice, way.frame, pieces, *out, self._note_written)
+        pieces = choice.text.plain_pieces(marks)
+        if not isinstance(way, tuple):
+            return LogprobPath(way, pieces, *out)
+        longest, fd = choice.pieces.longest, self._descriptor_for(choice)
+        return direct_path(*way, self._is_chunked, pieces, longest, self._send, self._spill, fd)
 
     def _descriptor_for(self, choice: Choice) -> int:
         """What its frames may be sent on together with those of other connections; -1 if they may not."""
         sender = self._client.step_sender
-        can = self._is_lone and sender is not None and sender.takes(choice.pieces.direct)
+        can = self._is_lone and sender is not None and sender.takes(choice.pieces.common)
         return self._socket.fileno() if can else -1
 
     def _write(self, data: bytes) -> None:

@@ -81,6 +81,13 @@ class TokenTimes:
             self._published.append(published_ns)
             self._popped.append(popped_ns)
 
+    def came_alone(self, sampled_ns: int, delay_us: int, popped_ns: int) -> None:
+        """The same for a slot of one token, whose numbers were read with those of others."""
+        sampled_ns = min(sampled_ns, popped_ns)
+        self._sampled.append(sampled_ns)
+        self._published.append(min(sampled_ns + delay_us * 1000, popped_ns))
+        self._popped.append(popped_ns)
+
     def framed(self, at_ns: int) -> None:
         """The text of all that came is ready."""
         self._framed.extend([at_ns] * (len(self._popped) - len(self._framed)))

@@ -60,7 +60,7 @@ class Tokenizer:
             model.strips_leading_space, None if model.token_bytes_exact else self._tokenizer
         )
         self.pieces = Pieces(table, self._special_ids, self._decoding)
-        self.pieces_with_special = Pieces(table, frozenset(), self._decoding)
+        self.pieces_with_special = Pieces(table, frozenset(), self._decoding, self.pieces)
 
     def special_id(self, text: str) -> int | None:
         """The id of a special token, None for a text that ordinary tokens spell."""
@@ -70,7 +70,8 @@ class Tokenizer:
     def pieces_showing(self, shown: frozenset[int]) -> Pieces:
         """The pieces that skip special tokens, but for these: a handful of sets at most, one a tool format."""
         if shown not in self._showing:
-            self._showing[shown] = Pieces(self._table, self._special_ids - shown, self._decoding)
+            silent_ids = self._special_ids - shown
+            self._showing[shown] = Pieces(self._table, silent_ids, self._decoding, self.pieces)
         return self._showing[shown]
 
     def pieces_for(self, skip_special_tokens: bool) -> Pieces:

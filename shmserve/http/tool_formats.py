@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shmserve.http.json_scan import ObjectScanner
+from shmserve.http.ways import NO_MARKS, Marks, Passing
 
 Delta = dict[str, Any]
 
@@ -85,11 +86,22 @@ class ToolSplitter:
         self._is_announced = False
         self._out: list[Delta] = []
 
+        marks = NO_MARKS
+        if fmt.opener:
+            marks = Marks((fmt.opener.encode(),), holds_blanks=True)
+        self._text_passes = Passing("content", marks)
+
     is_reasoning = False
 
     @property
     def has_tool_calls(self) -> bool:
         return self.num_calls > 0
+
+    @property
+    def passing(self) -> Passing | None:
+        """In a call nothing passes: its text is scanned character by character."""
+        is_text = self._mode == self._in_text and not self._buffer
+        return self._text_passes if is_text else None
 
     def feed(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -102,7 +114,9 @@ class ToolSplitter:
         self._raw = self._buffer = ""
         if self._mode == self._in_python and self._python_calls(rest):
             return self._taken()
-        if self._mode not in (self._after_call, self._at_end) and not self._is_announced:
+        # Blanks behind a call are none of the answer either.
+        is_blank = self.num_calls > 0 and not rest.strip()
+        if self._mode not in (self._after_call, self._at_end) and not is_blank:
             self._say(rest)
         return self._taken()
 

@@ -19,7 +19,8 @@ from shmserve import __version__
 from shmserve.http import fields
 from shmserve.http.chat import chat_prompt
 from shmserve.http.errors import ApiError, bad_field
-from shmserve.http.front_end import FrontEnd, Generation, Wanted, digest_of
+from shmserve.http.front_end import FrontEnd
+from shmserve.http.generation import Generation, Wanted, digest_of
 from shmserve.http.health import Boards
 from shmserve.http.neighbours import Neighbours
 from shmserve.http.openai.schemas import ChatRequest
@@ -128,7 +129,7 @@ async def abort_request(front: FrontEnd, request: web.Request, body: bytes) -> w
         req_id = int(ours[1], 16) if ours else 0
         entry = front.client.in_flight.get(req_id)
         if entry is not None:
-            entry.link.control(entry, SubmitKind.ABORT)
+            entry.link.control(req_id, SubmitKind.ABORT)
             count += 1
             continue
         found = await front.client.abort_by_digest(digest_of(rid))
@@ -187,6 +188,7 @@ def _load(front: FrontEnd, boards: Boards, worker: int) -> dict[str, Any]:
     running, waiting = words.get("running", 0), words.get("waiting", 0)
     queries, hits = words.get("prefix_query_tokens", 0), words.get("prefix_hit_tokens", 0)
     generated = words.get("generation_tokens", 0)
+    rate = boards.rates.look(worker, time.monotonic_ns(), generated)
     return {
         "dp_rank": worker,
         "num_running_reqs": running,
@@ -195,7 +197,8 @@ def _load(front: FrontEnd, boards: Boards, worker: int) -> dict[str, Any]:
         "num_used_tokens": used * size,
         "max_total_num_tokens": total * size,
         "token_usage": used / total if total else 0.0,
-        "gen_throughput": round(boards.rates.look(worker, time.monotonic_ns(), generated), 1),
+        # Of one that has become idle, what is left of a rate says nothing: smg would take it for slow, and send it nothing.
+        "gen_throughput": round(rate, 1) if running or waiting else 0.0,
         "cache_hit_rate": hits / queries if queries else 0.0,
         "utilization": running / max(1, front.config.worker.max_num_seqs),
         "max_running_requests": front.config.worker.run_slots,

@@ -19,17 +19,8 @@ import numpy as np
 
 from shmserve import child
 from shmserve.boards import Phase
-from shmserve.config import WorkerConfig
-from shmserve.devices import share_of_cores
 from shmserve.grammar import tokenizer_of
 from shmserve.model_cache import ModelError
-from shmserve.model_memory import (
-    available_bytes,
-    bfloat16_bytes,
-    float32_bytes,
-    packed_bytes,
-    refuse_without_room,
-)
 from shmserve.models import PreparedModel
 from shmserve.rings.channel import Channel
 from shmserve.token_text import Decoding
@@ -41,6 +32,7 @@ from shmserve.worker.emission_log import EmissionLog
 from shmserve.worker.engine import Engine
 from shmserve.worker.grammars import GrammarCompiler
 from shmserve.worker.runner import ModelRunner
+from shmserve.worker.runner_choice import build_runner
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.scheduler import Scheduler
 from shmserve.worker.stopping import StopConditions
@@ -94,7 +86,7 @@ class Worker:
         config = self.joined.config
         self.board["phase"] = Phase.LOADING
         self.board["phase_since_ns"] = time.monotonic_ns()
-        runner = build_runner(self)
+        runner, self.ranks = build_runner(self.joined, self.model, self.progress)
         if runner.info.num_blocks - 1 < config.worker.max_num_seqs:
             raise ModelError(
                 f"the KV cache holds {runner.info.num_blocks - 1} blocks of {runner.info.block_size} tokens, fewer than "
@@ -138,7 +130,7 @@ class Worker:
             constraints,
             Deadlines(config.worker),
         )
-        engine.on_broken = self.accuse
+        engine.channels.on_broken = self.accuse
         engine.step_times.warmed_up(chunk_tokens, chunk_ns)
         # What lives now lives until the end: the collector need not look at it again, nor run inside a step.
         gc.collect()
@@ -200,119 +192,6 @@ class Worker:
         if engine.step_count - self._steps_at_collection >= STEPS_BETWEEN_COLLECTIONS:
             self._steps_at_collection = engine.step_count
             gc.collect()
-
-
-def build_runner(worker: Worker) -> ModelRunner:
-    """The runner that the configuration names. torch is imported here and only for a runner that computes."""
-    config, model = worker.joined.config.worker, worker.model
-    num_workers = worker.joined.config.num_workers
-    max_model_len = worker.joined.config.model.max_model_len or model.context_length
-    if config.runner == "simulated":
-        from shmserve.worker.simulated_runner import SimulatedRunner, load_script
-
-        # Memory that is not there costs nothing: every sequence has room for 2,048 tokens on average.
-        per_sequence = -(-min(max_model_len, 2048) // config.block_size)
-        least = -(-max_model_len // config.block_size)
-        return SimulatedRunner(
-            model.token_bytes(),
-            model.special_token_ids,
-            model.eos_token_ids[0],
-            step_ms=config.step_ms,
-            max_model_len=max_model_len,
-            num_blocks=1 + max(least, per_sequence * config.max_num_seqs),
-            block_size=config.block_size,
-            script=load_script(config.script, model.vocab_size) if config.script else None,
-        )
-    limits: dict[str, Any] = {
-        "max_num_seqs": config.max_num_seqs,
-        # A prompt that is not cut may come on top of a step that is almost full.
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs)
-        + (0 if config.chunked_prefill else max_model_len),
-        "max_model_len": max_model_len,
-        "kv_cache_bytes": config.kv_cache_bytes
-        or kv_cache_bytes(config.kv_cache_fraction, num_workers),
-        "block_size": config.block_size,
-        "num_threads": config.num_threads or share_of_cores(num_workers),
-        "progress": worker.progress,
-    }
-    if config.tensor_parallel > 1:
-        from shmserve.worker.parallel.lead import shared_runner
-
-        is_cuda = config.runner == "cuda" or (config.runner == "auto" and has_cuda())
-        runner, worker.ranks = shared_runner(worker.joined, model, limits, is_cuda)
-        return runner
-    if config.runner != "hf":
-        from shmserve.worker.models.config import UnknownArchitectureError
-
-        try:
-            return own_runner(config, model, limits)
-        except UnknownArchitectureError as error:
-            is_told = config.runner != "auto" or config.cpu_precision not in ("auto", "fp32")
-            if is_told or model.format != "safetensors":
-                raise
-            log.info("transformers' own class is tried, on the CPU: %s", error)
-    from shmserve.worker.hf_runner import HFRunner
-
-    refuse_without_room(model.weights, float32_bytes, available_bytes())
-    return HFRunner(model, **limits, num_token_ids=model.num_token_ids())
-
-
-def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any]) -> ModelRunner:
-    """A runner over our own decoder: CUDA, the C kernels or torch."""
-    if config.runner == "cuda" or (config.runner == "auto" and has_cuda()):
-        from shmserve.worker.cuda.runner import CudaRunner
-
-        # Its memory is the device's: how much of it is free is known when the weights are there.
-        own = {**limits, "kv_cache_bytes": config.kv_cache_bytes}
-        return CudaRunner(
-            model,
-            **own,
-            kv_cache_fraction=config.kv_cache_fraction,
-            num_token_ids=model.num_token_ids(),
-            attention_backend=config.attention_backend,
-        )
-    if config.attention_backend != "auto":
-        from shmserve.worker.models.config import ModelLoadError
-
-        raise ModelLoadError(
-            f"--attention-backend {config.attention_backend}: there is no CUDA device to attend on"
-        )
-    precision = config.cpu_precision
-    if config.runner in ("auto", "cpu") and precision in ("auto", "int8"):
-        from shmserve.worker.cpu.build import KernelsError
-        from shmserve.worker.cpu.runner import CpuRunner
-
-        refuse_without_room(model.weights, packed_bytes, available_bytes())
-        try:
-            return CpuRunner(model, **limits, num_token_ids=model.num_token_ids())
-        except KernelsError as error:
-            if config.runner == "cpu" or precision == "int8":
-                raise
-            log.warning("the torch runner computes, several times slower: %s", error)
-    from shmserve.worker.torch_runner import TorchRunner
-
-    keeps_bf16 = precision == "bf16"
-    bytes_of = bfloat16_bytes if keeps_bf16 else float32_bytes
-    refuse_without_room(model.weights, bytes_of, available_bytes())
-    return TorchRunner(model, **limits, num_token_ids=model.num_token_ids(), keeps_bf16=keeps_bf16)
-
-
-def has_cuda() -> bool:
-    """Whether torch finds a CUDA device. Without a driver's device node it is not asked: importing it takes seconds."""
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/nvhost-gpu").exists():
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-def kv_cache_bytes(fraction: float, num_workers: int = 1) -> int:
-    """On the CPU: `fraction` of the memory that is free; by default 1 GiB, or a quarter of it, whichever is less.
-
-    Several workers share what is free; one that loads when another has does with less than its part.
-    """
-    free = available_bytes() // num_workers
-    return int(free * fraction) if fraction else min(1 << 30, free // 4)
 
 
 def warm_up(runner: ModelRunner) -> tuple[int, int]:

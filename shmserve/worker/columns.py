@@ -1,7 +1,8 @@
 """Running sequences as columns, indexed by row slot: what a step reads and writes without a Python object per sequence.
 
-Owns: the arrays and the free row slots. Who writes what: `Scheduler` everything at admission; `BlockTables` at block boundaries
-`num_blocks`, `block_table` and `num_indexed`; the commit `token_ids`, `num_tokens`, `num_computed`. Worker's main thread only.
+Owns: the arrays and the free row slots. Who writes what: `enter` all that a sequence brings along; `BlockTables` when it gets its
+blocks and at block boundaries `num_blocks`, `block_table` and `num_indexed`, and what it found computed as `num_computed`; the commit
+`token_ids`, `num_tokens`, `num_computed`. Worker's main thread only.
 
     [0, num_computed)            tokens whose keys and values are in the KV cache
     [num_computed, num_tokens)   tokens known and not yet computed (one, while decoding)
@@ -12,6 +13,8 @@ Owns: the arrays and the free row slots. Who writes what: `Scheduler` everything
 from __future__ import annotations
 
 import numpy as np
+
+from shmserve.worker.sequence import Sequence
 
 STOP_COLUMNS = 4
 """Stop ids kept as columns; a sequence with more is checked by its own set."""
@@ -46,8 +49,27 @@ class Columns:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def take_row(self) -> int:
-        return self._free_rows.pop()
+    def enter(self, sequence: Sequence, capacity_tokens: int) -> int:
+        """Give a sequence a free row, and write what is known of it there; the row. It will have `capacity_tokens` at most."""
+        row = sequence.row = self._free_rows.pop()
+        params, stop_ids = sequence.params, sequence.stop_ids
+        num_tokens, num_prompt = len(sequence.token_ids), sequence.num_prompt_tokens
+        self.req_id[row] = sequence.req_id
+        self.channel[row] = sequence.channel
+        self.token_ids[row, :num_tokens] = sequence.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt[row] = num_prompt
+        self.max_total[row] = min(num_prompt + params.max_tokens, capacity_tokens)
+        # Beyond max_total it means "never", and more than that may be more than a column holds.
+        self.min_total[row] = min(num_prompt + params.min_tokens, self.max_total[row] + 1)
+        self.stop_ids[row] = -1
+        if len(stop_ids) <= STOP_COLUMNS:
+            self.stop_ids[row, : len(stop_ids)] = sorted(stop_ids)
+        has_rules = bool(params.stop or params.stop_regex or params.grammar)
+        self.is_slow[row] = has_rules or len(stop_ids) > STOP_COLUMNS
+        self.wants_logprobs[row] = params.num_logprobs >= 0
+        self.last_time_ns[row] = sequence.last_time_ns
+        return row
 
     def give_row(self, row: int) -> None:
         assert row not in self._free_rows, row

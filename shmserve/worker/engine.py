@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from shmserve.config import RingConfig, WorkerConfig
 from shmserve.request import FinishReason
 from shmserve.rings.board import Board
 from shmserve.rings.channel import Channel
-from shmserve.rings.spsc import RingProtocolError
-from shmserve.wire.finish import pack_finish
 from shmserve.wire.submit import Submit
 from shmserve.wire.submit_slots import req_id_of_digest
 from shmserve.wire.tokens import TokenKind
 from shmserve.worker.answers import acknowledgement_of, end_of, refusal_of, state_of
-from shmserve.worker.commit import Committed, Committer
+from shmserve.worker.batch import Batch
+from shmserve.worker.channels import Channels
+from shmserve.worker.commit import Committer
 from shmserve.worker.constraints import Constraints
 from shmserve.worker.deadlines import Deadlines
 from shmserve.worker.emission_log import EmissionLog
-from shmserve.worker.emitter import Emitter
-from shmserve.worker.inbox import Inbox
 from shmserve.worker.overlap import Overlap
 from shmserve.worker.pauses import Pauses
 from shmserve.worker.refusal import fault_of
@@ -44,12 +41,6 @@ from shmserve.worker.stopping import Ending, StopConditions
 log = logging.getLogger(__name__)
 
 TOKEN_RING_FULL = "the token ring was full and its policy is drop"
-MOST_BAD_RECORDS = 16
-"""From a front end of which so many records of one channel could not be read, nothing more is taken."""
-
-
-def _tell_nobody(channel: Channel, fault: str) -> None:
-    """Whoever runs the engine puts its own in place of this."""
 
 
 class Engine:
@@ -69,22 +60,16 @@ class Engine:
         self.runner = runner
         self.scheduler = scheduler
         self.step_count = 0
-        self._rings = rings
         self._board = board
         self._overlap = Overlap(runner, scheduler)
         self._committer = Committer(scheduler, conditions)
         self._log = emission_log
-        self._inboxes: dict[int, Inbox] = {}
-        self._emitters: dict[int, Emitter] = {}
         self._by_id: dict[int, Sequence] = {}
         self._constraints = constraints or Constraints(None, runner.info.vocab_size)
         self._pauses = Pauses(self._by_id, scheduler, self._constraints)
+        self.channels = Channels(rings, self._pauses)
         self._deadlines = deadlines or Deadlines(WorkerConfig())
-        self._broken: set[int] = (
-            set()
-        )  # channels whose counters cannot be: closed at the step boundary
         self._num_arrived = 0
-        self.on_broken: Callable[[Channel, str], None] = _tell_nobody
         self.step_times = StepTimes()
         self._showing = Showing(board, scheduler, self.step_times)
 
@@ -92,30 +77,19 @@ class Engine:
 
     def open_channel(self, channel: Channel) -> None:
         """Serve a front end. Raises SegmentError if somebody else holds the worker's ends."""
-        self._inboxes[channel.http] = Inbox(channel)
-        self._emitters[channel.http] = Emitter(channel, self._rings)
-        self._emitters[channel.http].keep(
-            0,
-            pack_finish(TokenKind.READY, 0, time_ns=time.monotonic_ns(), step=self.step_count),
-        )
-        self._emitters[channel.http].flush()
+        self.channels.open(channel, self.step_count)
 
     def close_channel(self, http: int) -> None:
         """The front end is gone: its sequences are freed now, unanswered."""
-        if http not in self._inboxes:
+        if http not in self.channels.inboxes:
             return
         for sequence in [s for s in self._by_id.values() if s.channel == http]:
             self._forget(sequence)
-        self._broken.discard(http)
-        del self._inboxes[http]
-        self._emitters.pop(http).close()
+        self.channels.close(http)
 
     def poll_fds(self) -> list[int]:
         """Descriptors that wake an idle engine: data of every submit ring, credits of the token rings that are starved."""
-        fds = [inbox.data_fd for inbox in self._inboxes.values()]
-        fds += [e.credit_fd for e in self._emitters.values() if e.is_starved]
-        fds += self._constraints.poll_fds()
-        return fds
+        return self.channels.poll_fds() + self._constraints.poll_fds()
 
     def wait_ms(self) -> int | None:
         """How long an idle engine may sleep on them; None: until one wakes it."""
@@ -166,7 +140,7 @@ class Engine:
             log.warning("front end %d submitted %016x twice", http, req_id)
             return
         unit = refusal_of(req_id, reason, step=self.step_count, now_ns=time.monotonic_ns())
-        self._emitters[http].keep(req_id, unit)
+        self.channels.emitters[http].keep(req_id, unit)
 
     def abort(self, req_id: int) -> None:
         """End a request; silent if it has ended already. Its blocks wait for the step that computes it."""
@@ -205,7 +179,7 @@ class Engine:
     def _acknowledge(self, req_id: int, http: int, count: int) -> None:
         """Answer a control record under its own req_id."""
         unit = acknowledgement_of(req_id, count, step=self.step_count, now_ns=time.monotonic_ns())
-        self._emitters[http].keep(req_id, unit)
+        self.channels.emitters[http].keep(req_id, unit)
 
     # -- the step ---------------------------------------------------------------------------------------------------------
 
@@ -213,58 +187,31 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def drain_inboxes(self) -> None:
-        for http, inbox in self._inboxes.items():
-            if http in self._broken:
-                continue
-            try:
-                inbox.glance(self)
-            except RingProtocolError as error:
-                self._distrust(http, error)
-            if inbox.num_bad >= MOST_BAD_RECORDS:
-                self._distrust(http, f"{inbox.num_bad} of its records could not be read")
-
-    def flush_emitters(self) -> None:
-        """Write what waits for credits, and answers that no step will carry."""
-        for http, emitter in self._emitters.items():
-            try:
-                emitter.flush()
-            except RingProtocolError as error:
-                self._distrust(http, error)
-        self._pauses.relieve(lambda http: self._emitters[http].is_relieved())
-
-    def _distrust(self, http: int, fault: RingProtocolError | str) -> None:
-        if http in self._broken:
-            return
-        log.error("the channel to front end %d cannot be believed any more: %s", http, str(fault))
-        self._broken.add(http)
-        self.on_broken(self._inboxes[http].channel, str(fault))
-
     def step(self) -> bool:
         """One iteration; False if there was nothing to compute."""
         begin = time.monotonic_ns()
-        self.drain_inboxes()
+        self.channels.drain(self)
         if self._deadlines.num_bounded:
             self._end_overdue(begin)
-        self.flush_emitters()  # before the schedule: credits let paused sequences go on
-        for http in list(self._broken):
+        self.channels.flush()  # before the schedule: credits let paused sequences go on
+        for http in list(self.channels.broken):
             self.close_channel(http)
         self._take_compiled()
         if self._overlap.is_flying:
-            self._showing.begin(False, 0, begin)
+            self._show_begin(self._overlap.next_to_land, begin)
         elif not self._launch(begin):
             return False
         self.step_count += 1
         self._overlap.follow(self.step_count + 1)
         batch, output = self._overlap.collect()
-        self.drain_inboxes()
+        self.channels.drain(self)
         self.scheduler.advance(batch, output.time_ns, output.failed)
         committed = self._committer.commit(batch, output, time.monotonic_ns())
         if self._log is not None:
             self._log.write(self.step_count, output.time_ns, committed)
         for sequence, ending in committed.endings:
             self._finish(sequence, ending)
-        self._publish(committed)
+        self.channels.publish(committed, self._end_dropped)
         for sequence in self._overlap.landed():
             self.scheduler.remove(sequence)
         if batch.num_drafts is not None and output.counts is not None:
@@ -282,11 +229,14 @@ class Engine:
             return False
         if started:
             self._announce(started, now)
-        has_prompts = batch.num_tokens > batch.num_seqs + batch.num_guessed
-        self._showing.begin(has_prompts, batch.num_tokens, begin_ns)
+        self._show_begin(batch, begin_ns)
         self.scheduler.sampling.expect_masks(self._constraints.begin_masks(batch))
         self._overlap.launch(batch)
         return True
+
+    def _show_begin(self, batch: Batch, begin_ns: int) -> None:
+        has_prompts = batch.num_tokens > batch.num_seqs + batch.num_guessed
+        self._showing.begin(has_prompts, batch.num_tokens, begin_ns)
 
     def _end_overdue(self, now_ns: int) -> None:
         for sequence in self._deadlines.due(now_ns):
@@ -305,23 +255,9 @@ class Engine:
                     now_ns=now_ns,
                     ending=Ending(FinishReason.NONE),
                 )
-                self._emitters[sequence.channel].keep(sequence.req_id, unit)
+                self.channels.emitters[sequence.channel].keep(sequence.req_id, unit)
                 self._board.add("prompt_tokens", sequence.num_prompt_tokens)
-        self.flush_emitters()
-
-    def _publish(self, committed: Committed) -> None:
-        emitters = self._emitters
-        for http, emitter in emitters.items():
-            records = committed.records
-            units = [(req_id, unit) for channel, req_id, unit in committed.units if channel == http]
-            if len(emitters) > 1:
-                records = records[committed.channels == http]
-            try:
-                emitter.publish(records, units, self._end_dropped)
-            except RingProtocolError as error:
-                self._distrust(http, error)
-            for req_id in emitter.overloaded(self._pauses.can_backlog):
-                self._pauses.backlog(req_id)
+        self.channels.flush()
 
     def _end_dropped(self, req_id: int) -> bytes:
         """The drop policy threw a record of this request away: it ends with an error, never as a text with a hole."""
@@ -340,7 +276,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, ending: Ending) -> None:
         """Free a sequence and answer it."""
-        self._emitters[sequence.channel].keep(sequence.req_id, self._end(sequence, ending))
+        self.channels.emitters[sequence.channel].keep(sequence.req_id, self._end(sequence, ending))
         self._board.add("num_aborted" if ending.reason is FinishReason.ABORT else "num_finished")
         self._forget(sequence)
 

@@ -3,10 +3,11 @@
 Owns: which steps were launched and not yet collected (at most two), the batch that follows one in flight, and the sequences
 that have their answer while their rows are still in flight. Never: runs a model, judges a token, or answers anybody.
 
-A step can be followed ahead of time when each of its sequences makes one token there and may go on without the host seeing
-it: the token travels on the device ("carried"). Who comes, leaves, is preempted or needs its token first is decided with
-nothing in flight, by the scheduler; `follow` says None then, and the engine collects first. So the scheduler never sees a state
-that is half computed. A runner that only knows `run` is driven through the same calls, and nothing is ever launched ahead.
+A step can be followed ahead of time when whoever makes a token there may go on without the host seeing it: the token travels on
+the device ("carried"). Chunks of prompts follow one another beside them, as the scheduler would cut them. Who comes, leaves, is
+preempted or needs its token first is decided with nothing in flight, by the scheduler; `follow` says None then, and the engine
+collects first. So the scheduler never sees a state that is half computed. A runner that only knows `run` is driven through the same
+calls, and nothing is ever launched ahead.
 
 Laws
   - A row and its blocks go back only when no step in flight computes it, and the step that was collected is committed. A sequence
@@ -26,6 +27,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from shmserve.worker.batch import I4, Batch, StepOutput
+from shmserve.worker.decode_set import DecodeSet
+from shmserve.worker.mixed_batch import Chunks, joined, ragged_batch
 from shmserve.worker.runner import ModelRunner
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.scheduler import Scheduler
@@ -42,8 +45,9 @@ class OverlappingRunner(Protocol):
     def launch(self, batch: Batch, sampling: SamplingState, carried: I4 | None = None) -> None:
         """Start `batch`, computed when what was launched before is. At most two steps are ever launched and not collected.
 
-        `carried` i4[S] is for each sequence the index into the output of the step launched before whose token it computes;
-        its own `token_ids` mean nothing then, and its draw is at one position further than `sampling` says. None: nothing is.
+        `carried` i4[S] is for each sequence the index into the output of the step launched before whose token it computes, as its
+        only one; its own `token_ids` mean nothing then, and its draw is at one position further than `sampling` says. -1: it computes
+        its own. None: all do.
         """
 
     def collect(self) -> StepOutput:
@@ -92,6 +96,11 @@ class Overlap:
     def is_flying(self) -> bool:
         return bool(self._flights)
 
+    @property
+    def next_to_land(self) -> Batch:
+        """The oldest step in flight."""
+        return self._flights[0]
+
     def holds(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes `sequence`, or one that was collected and is not committed yet."""
         if self._held_rows is None:
@@ -113,33 +122,98 @@ class Overlap:
         if not self._can_follow:
             return None
         assert len(self._flights) == 1, len(self._flights)
-        before = self._flights[-1]
-        columns = self._scheduler.columns
-        if len(before.sample_seqs) != before.num_seqs or before.num_drafts is not None:
+        before, scheduler = self._flights[-1], self._scheduler
+        columns = scheduler.columns
+        if before.num_drafts is not None:
             return None
-        if self._can_admit():
-            return None
-        rows = np.array([s.row for s in self._scheduler.running if not s.is_paused], np.int32)
-        rows = rows[~columns.is_aborted[rows]]
-        is_ready = np.zeros(self._scheduler.max_num_seqs, np.bool_)
-        is_ready[rows] = True
-        goes_on = is_ready[before.rows]
-        if np.count_nonzero(goes_on) < len(rows):
-            return None  # somebody may compute who is not in flight
+        ready = np.array([s.row for s in scheduler.running if not s.is_paused], np.int32)
+        ready = ready[~columns.is_aborted[ready]]
+        is_ready = np.zeros(scheduler.max_num_seqs, np.bool_)
+        is_ready[ready] = True
+        samples = before.sample_seqs
+        makes_all = len(samples) == before.num_seqs
+        sampled = before.rows if makes_all else before.rows[samples]
+        kv_lens = before.kv_lens if makes_all else before.kv_lens[samples]
+        goes_on = is_ready[sampled]
+        num_others = len(ready) - np.count_nonzero(goes_on)
         # What ends by its length ends in the step in flight, whatever its token will be.
-        goes_on &= before.kv_lens + 1 < columns.max_total[before.rows]
+        goes_on &= kv_lens + 1 < columns.max_total[sampled]
         carried = np.flatnonzero(goes_on).astype(np.int32)
+        budget = scheduler.max_num_batched_tokens - len(carried)
+        chunks: Chunks = []
+        firsts: list[int] = []
+        if num_others:
+            is_ready[sampled] = False
+            prompts = [s for s in scheduler.prefilling if is_ready[s.row]]
+            if len(prompts) < num_others:
+                return None  # somebody may decode who is not in flight
+            if any(s.params.prompt_logprobs >= 0 for s in prompts):
+                return None  # the runner waits for scores
+            chunks, firsts = self._next_chunks(before, prompts, budget)
+            budget -= sum(count for _, count in chunks)
+        if budget > 0 and self._can_admit():
+            return None
         # The same array as long as the same go on: whoever has prepared for these rows sees that they are the same.
-        rows = before.rows if goes_on.all() else before.rows[carried]
-        positions = before.kv_lens[carried]
-        if not len(rows) or not self._runner.can_carry(rows, self._scheduler.sampling):
+        rows = sampled if len(carried) == len(sampled) else sampled[carried]
+        completed = [
+            s.row
+            for (s, count), first in zip(chunks, firsts, strict=True)
+            if first + count == columns.num_tokens[s.row]
+        ]
+        drawn = np.concatenate((rows, np.array(completed, np.int32))) if completed else rows
+        if not (len(rows) or chunks) or not self._runner.can_carry(drawn, scheduler.sampling):
             return None
-        if not self._grow(rows, positions):
-            return None
-        batch = self._batch(step, rows, positions)
+        decode_set = None
+        if len(rows):
+            decode_set = scheduler.set_behind(before, rows, kv_lens[carried])
+            if decode_set is None:
+                return None
+        if chunks:
+            batch = self._with_chunks(step, decode_set, chunks, firsts)
+            carried = np.concatenate((carried, np.full(len(chunks), -1, np.int32)))
+        else:
+            assert decode_set is not None, "neither rows nor chunks"
+            batch = decode_set.batch(step)
         self._start(batch, carried)
         self.num_followed += 1
         return batch
+
+    def _with_chunks(
+        self, step: int, decode_set: DecodeSet | None, chunks: Chunks, firsts: list[int]
+    ) -> Batch:
+        """The coming step of a set and of chunks, whose blocks others may share from now on."""
+        scheduler = self._scheduler
+        for (sequence, count), first in zip(chunks, firsts, strict=True):
+            scheduler.tables.index(sequence, first + count, is_computed=False)
+        nobody, begins = np.zeros(0, np.int32), np.array(firsts, np.int32)
+        size = scheduler.info.block_size
+        part = ragged_batch(step, nobody, chunks, scheduler.columns, size, firsts=begins)
+        if decode_set is None:
+            return part
+        batch = joined(decode_set.batch(step), part)
+        decode_set.widened(batch)
+        return batch
+
+    def _next_chunks(
+        self, before: Batch, prompts: list[Sequence], budget: int
+    ) -> tuple[Chunks, list[int]]:
+        """What the scheduler would compute of `prompts` behind `before`, and where each chunk begins."""
+        scheduler, columns = self._scheduler, self._scheduler.columns
+        in_flight = dict(zip(before.rows.tolist(), before.kv_lens.tolist(), strict=True))
+        chunks: Chunks = []
+        firsts: list[int] = []
+        for sequence in prompts:
+            if budget <= 0:
+                break
+            first = in_flight.get(sequence.row)
+            if first is None:
+                scheduler.tables.skip_ahead(sequence)
+                first = int(columns.num_computed[sequence.row])
+            count = scheduler.chunk_tokens(sequence, first, budget)
+            chunks.append((sequence, count))
+            firsts.append(first)
+            budget -= count
+        return chunks, firsts
 
     def collect(self) -> tuple[Batch, StepOutput]:
         """The oldest step in flight and what it gave; its sequences are held until it is committed, and `landed` asked."""
@@ -189,35 +263,3 @@ class Overlap:
         has_more = scheduler.blocks.num_free > num_blocks
         has_more |= scheduler.columns.num_free_rows > num_rows
         return has_more or any(s.yields for s in scheduler.running)
-
-    def _grow(self, rows: I4, positions: I4) -> bool:
-        """Give each row a block for the token at its position; False, and nothing given, if that needs a preemption."""
-        scheduler = self._scheduler
-        columns = scheduler.columns
-        lacks = positions // scheduler.info.block_size >= columns.num_blocks[rows]
-        needy = rows[lacks].tolist()
-        if len(needy) > scheduler.blocks.num_free:
-            return False
-        for row in needy:
-            sequence = scheduler.by_row[row]
-            assert sequence is not None, row
-            scheduler.tables.grow(sequence, 1)
-        return True
-
-    def _batch(self, step: int, rows: I4, positions: I4) -> Batch:
-        columns, size = self._scheduler.columns, self._scheduler.info.block_size
-        num_seqs = len(rows)
-        table = columns.block_table[rows, : max(1, int(columns.num_blocks[rows].max()))]
-        cu = np.arange(num_seqs + 1, dtype=np.int32)
-        return Batch(
-            step=step,
-            rows=rows,
-            token_ids=np.zeros(num_seqs, np.int32),
-            positions=positions,
-            kv_slots=table[cu[:-1], positions // size] * size + positions % size,
-            cu_seqlens=cu,
-            block_table=table,
-            kv_lens=positions + 1,
-            sample_seqs=cu[:-1],
-            is_decode=True,
-        )

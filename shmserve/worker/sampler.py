@@ -13,10 +13,9 @@ A row that keeps no more than HEAD tokens gives each of them its own random numb
 always do, and one partial sort finds them. Rows that keep more, and rows without limits (however few their edits leave), are drawn in two steps, each a Gumbel-max: a bucket of
 BUCKET neighbouring ids by its summed weight, then an id in it. The distribution is the same for a hundredth of the random numbers.
 
-This is the definition, for torch's own runner and the tests; the C kernels draw by the same rules (cpu/sampling.h). The CUDA
-kernels give every kept candidate its own random number, however many there are: so with the same seed a row that keeps more than
-HEAD candidates gets other tokens from a GPU than from a CPU (from the same distribution), and a row that keeps fewer gets the
-same ones, as far as the logits are the same. A seed is a promise for one server and model, not across kinds of hardware.
+This is the definition, for torch's own runner and the tests; the C kernels (cpu/sampling.h) and the CUDA kernels (cuda/sampling.py) draw
+by the same rules, with the same random words. They round sums and logarithms differently, and on another kind of hardware the logits
+themselves are others in their last bits: so a seed is a promise for one server and model, and beyond that a good chance.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ import numpy.typing as npt
 from shmserve.stop_regex import stop_scan
 from shmserve.worker.batch import Batch
 from shmserve.worker.block_tables import BlockTables
-from shmserve.worker.columns import STOP_COLUMNS, Columns
+from shmserve.worker.columns import Columns
 from shmserve.worker.decode_set import DecodeSet
+from shmserve.worker.mixed_batch import Chunks, joined, ragged_batch
 from shmserve.worker.prefix_cache import Node
-from shmserve.worker.prompt_scores import prompt_parts
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.sequence import Sequence
@@ -85,6 +85,11 @@ class Scheduler:
         self._decode_set: DecodeSet | None = None  # of those rows, unless it was overtaken
 
     @property
+    def prefilling(self) -> tuple[Sequence, ...]:
+        """Of the running sequences those that still compute their prompt, in the order in which they do."""
+        return tuple(self._prefilling)
+
+    @property
     def has_work(self) -> bool:
         """False when a step would compute nothing: nobody runs, or all who could are paused."""
         return any(not s.is_paused for s in self.running) or any(
@@ -119,7 +124,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(decode_rows)
         guesses = self.speculation.guesses(decode_rows, budget, len(self.running))
         budget -= sum(map(len, guesses.values()))
-        chunks: list[tuple[Sequence, int]] = []
+        chunks: Chunks = []
         for sequence in self._prefilling:
             if budget > 0 and not sequence.is_paused:
                 self.tables.skip_ahead(sequence)
@@ -132,19 +137,17 @@ class Scheduler:
             started.append(first)
             chunks.append((first, self._take_chunk(first, budget)))
             budget -= chunks[-1][1]
-        if chunks or guesses:
-            return self._batch(step, decode_rows, guesses, chunks), started
-        if not len(decode_rows):
+        if not (chunks or len(decode_rows)):
             return None, started
-        if self._decode_set is None:
-            self._decode_set = DecodeSet(
-                decode_rows, self.info, self.columns, self.tables, self.by_row
-            )
-        return self._decode_set.batch(step), started
+        return self._batch(step, decode_rows, guesses, chunks), started
 
     def _ready_to_decode(self) -> npt.NDArray[np.int32]:
         """Rows that decode in this step, each with room for its token; preempts until that is so."""
         known = self._decode_set
+        if known is not None and self._decode_rows is None:
+            found = self._rows_that_decode()
+            # They may be the same as before, or as a set has them that was made with a step in flight.
+            self._decode_rows = known.rows if np.array_equal(found, known.rows) else found
         is_same = known is not None and known.rows is self._decode_rows
         if known is not None and is_same and known.goes_on() and known.grow():
             return known.rows
@@ -154,10 +157,7 @@ class Scheduler:
         while True:
             rows = self._decode_rows
             if rows is None:
-                rows = self._decode_rows = np.array(
-                    [s.row for s in self.running if not (s.is_paused or s.is_prefilling)],
-                    np.int32,
-                )
+                rows = self._decode_rows = self._rows_that_decode()
             columns = self.columns
             more = self._blocks_for(columns.num_tokens[rows]) - columns.num_blocks[rows]
             for index in np.flatnonzero(more > 0).tolist():
@@ -174,15 +174,44 @@ class Scheduler:
             else:
                 return rows
 
+    def _rows_that_decode(self) -> npt.NDArray[np.int32]:
+        rows = [s.row for s in self.running if not (s.is_paused or s.is_prefilling)]
+        return np.array(rows, np.int32)
+
     def _take_chunk(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of a prompt this step computes; whoever is scheduled behind may share their blocks."""
         row = sequence.row
         computed = int(self.columns.num_computed[row])
-        count = int(self.columns.num_tokens[row]) - computed
-        if self._chunks_prompts:
-            count = min(count, budget)
+        count = self.chunk_tokens(sequence, computed, budget)
         self.tables.index(sequence, computed + count, is_computed=False)
         return count
+
+    def chunk_tokens(self, sequence: Sequence, first: int, budget: int) -> int:
+        """How many tokens from position `first` on its next chunk has."""
+        count = int(self.columns.num_tokens[sequence.row]) - first
+        return min(count, budget) if self._chunks_prompts else count
+
+    def set_behind(
+        self, before: Batch, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> DecodeSet | None:
+        """The set of `rows`, which decode at `positions` behind `before`, a step in flight; all have their blocks for it.
+
+        None, and nothing given to anybody, where that would need a preemption.
+        """
+        known = self._decode_set
+        if known is not None and known.is_newest(before) and np.array_equal(rows, known.rows):
+            return known if known.grow() else None
+        columns = self.columns
+        more = self._blocks_for(positions + 1) - columns.num_blocks[rows]
+        needy = np.flatnonzero(more > 0).tolist()
+        if sum(more[needy].tolist()) > self.blocks.num_free:
+            return None
+        for index in needy:
+            sequence = self.by_row[int(rows[index])]
+            assert sequence is not None, rows[index]
+            self.tables.grow(sequence, int(more[index]))
+        self._decode_set = DecodeSet(rows, self.info, columns, self.tables, self.by_row, positions)
+        return self._decode_set
 
     def _admissible(self) -> tuple[Sequence, list[Node]] | None:
         """The first in line and what is cached of it, if there is a row and blocks for it: nobody passes it meanwhile."""
@@ -214,33 +243,14 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, found: list[Node], now_ns: int) -> None:
         self.waiting.remove(sequence)
-        columns, params = self.columns, sequence.params
-        row = sequence.row = columns.take_row()
-        num_tokens = len(sequence.token_ids)
-        num_prompt = sequence.num_prompt_tokens
-        columns.req_id[row] = sequence.req_id
-        columns.channel[row] = sequence.channel
-        columns.token_ids[row, :num_tokens] = sequence.token_ids
-        columns.num_tokens[row] = num_tokens
-        columns.num_prompt[row] = num_prompt
-        columns.max_total[row] = min(num_prompt + params.max_tokens, self.capacity_tokens)
-        # Beyond max_total it means "never", and more than that may be more than a column holds.
-        columns.min_total[row] = min(num_prompt + params.min_tokens, columns.max_total[row] + 1)
-        columns.stop_ids[row] = -1
-        columns.is_slow[row] = (
-            bool(params.stop or params.stop_regex or params.grammar)
-            or len(sequence.stop_ids) > STOP_COLUMNS
-        )
-        columns.wants_logprobs[row] = params.num_logprobs >= 0
-        if len(sequence.stop_ids) <= STOP_COLUMNS:
-            columns.stop_ids[row, : len(sequence.stop_ids)] = sorted(sequence.stop_ids)
-        columns.last_time_ns[row] = sequence.last_time_ns
+        row = self.columns.enter(sequence, self.capacity_tokens)
+        num_tokens, num_prompt = len(sequence.token_ids), sequence.num_prompt_tokens
         self.sampling.set(
             row,
-            params,
+            sequence.params,
             tuple(sequence.stop_ids),
             num_tokens - num_prompt,
-            columns.token_ids[row],
+            self.columns.token_ids[row],
             num_prompt,
         )
         self.tables.enter(sequence, found, int(self._blocks_for(num_tokens)))
@@ -252,7 +262,6 @@ class Scheduler:
             self.num_admitted += 1
         self.by_row[row] = sequence
         self.running.append(sequence)
-        self._decode_rows = None
 
     def _preempt(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -268,6 +277,9 @@ class Scheduler:
         """Take a running sequence off its row; its blocks are free at once. Never under a running forward pass."""
         row = sequence.row
         self.running.remove(sequence)
+        if self._decode_set is not None and row in self._decode_set.rows:
+            self._index_running()
+            self._decode_set = None
         if sequence.is_prefilling:
             self._prefilling.remove(sequence)
             sequence.is_prefilling = False
@@ -301,25 +313,30 @@ class Scheduler:
 
         `failed` is as in `StepOutput`. Called before the step's tokens are appended.
         """
-        if self._decode_set is not None and self._decode_set.made(batch):
-            has_ended = self._decode_set.advance()
-            self._distrust(batch, failed)
-            if has_ended:
-                self._decode_set.index()
-            return
+        decode_set, num_in_set, has_ended = self._decode_set, 0, False
+        if decode_set is not None and decode_set.made(batch):
+            has_ended, num_in_set = decode_set.advance(), len(decode_set.rows)
+            if num_in_set == batch.num_seqs:
+                self._distrust(batch, failed)
+                if has_ended:
+                    decode_set.index()
+                return
         columns = self.columns
+        rows, kv_lens = batch.rows[num_in_set:], batch.kv_lens[num_in_set:]
         # A guessed token is not known yet: if it is kept, the commit says that it was computed, and the step after that indexes it.
-        known = np.minimum(batch.kv_lens, columns.num_tokens[batch.rows])
-        columns.num_computed[batch.rows] = known
+        known = np.minimum(kv_lens, columns.num_tokens[rows])
+        columns.num_computed[rows] = known
         self._distrust(batch, failed)
-        is_due = known - columns.num_indexed[batch.rows] >= self.info.block_size
+        if decode_set is not None and has_ended:
+            decode_set.index()
+        is_due = known - columns.num_indexed[rows] >= self.info.block_size
         for index in np.flatnonzero(is_due).tolist():
-            sequence = self.by_row[int(batch.rows[index])]
+            sequence = self.by_row[int(rows[index])]
             if sequence is not None:
                 self.tables.index(sequence, int(known[index]), is_computed=True)
         if batch.is_decode or not self._prefilling:
             return
-        for index in batch.sample_seqs.tolist():
+        for index in batch.sample_seqs[batch.sample_seqs >= num_in_set].tolist():
             sequence = self.by_row[int(batch.rows[index])]
             if sequence is not None and sequence.is_prefilling:
                 sequence.is_prefilling = False
@@ -339,45 +356,27 @@ class Scheduler:
         step: int,
         decode_rows: npt.NDArray[np.int32],
         guesses: dict[int, list[int]],
-        chunks: list[tuple[Sequence, int]],
+        chunks: Chunks,
     ) -> Batch:
-        """A step in which somebody computes more than one token (`DecodeSet` makes the others)."""
         columns, size = self.columns, self.info.block_size
-        rows, num_decode = decode_rows, len(decode_rows)
-        counts = np.ones(num_decode + len(chunks), np.int32)
+        if chunks and self._decode_set is None and self._completes_one(chunks):
+            # Whoever completes its prompt decodes in the step behind this one: a set of the others would be of no use there.
+            return ragged_batch(step, decode_rows, chunks, columns, size, guesses)
+        if guesses or not len(decode_rows):
+            return ragged_batch(step, decode_rows, chunks, columns, size, guesses)
+        if self._decode_set is None:
+            self._decode_set = DecodeSet(decode_rows, self.info, columns, self.tables, self.by_row)
+        batch = self._decode_set.batch(step)
         if chunks:
-            rows = np.concatenate([decode_rows, np.array([s.row for s, _ in chunks], np.int32)])
-            counts[num_decode:] = [count for _, count in chunks]
-        num_drafts: npt.NDArray[np.int32] | None = None
-        if guesses:
-            num_drafts = np.zeros(len(rows), np.int32)
-            num_drafts[list(guesses)] = [len(guess) for guess in guesses.values()]
-            counts += num_drafts
-        computed = columns.num_computed[rows]
-        kv_lens = computed + counts
-        table = columns.block_table[rows, : max(1, int(columns.num_blocks[rows].max()))]
-        cu = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=cu[1:])
-        owner = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
-        positions = np.arange(cu[-1], dtype=np.int32) - cu[owner] + computed[owner]
-        token_ids = columns.token_ids[rows[owner], positions]
-        for index, guess in guesses.items():
-            token_ids[cu[index] + 1 : cu[index + 1]] = guess
-        num_known = kv_lens if num_drafts is None else kv_lens - num_drafts
-        sample_seqs = np.flatnonzero(num_known == columns.num_tokens[rows]).astype(np.int32)
-        return Batch(
-            step=step,
-            rows=rows,
-            token_ids=token_ids,
-            positions=positions,
-            kv_slots=table[owner, positions // size] * size + positions % size,
-            cu_seqlens=cu,
-            block_table=table,
-            kv_lens=kv_lens,
-            sample_seqs=sample_seqs,
-            is_decode=False,
-            prompt_parts=prompt_parts(columns, chunks, num_decode, cu),
-            num_drafts=None if num_drafts is None else num_drafts[sample_seqs],
+            batch = joined(batch, ragged_batch(step, decode_rows[:0], chunks, columns, size))
+            self._decode_set.widened(batch)
+        return batch
+
+    def _completes_one(self, chunks: Chunks) -> bool:
+        """Whether the last token that one of them knows is in its chunk."""
+        columns = self.columns
+        return any(
+            columns.num_computed[s.row] + count == columns.num_tokens[s.row] for s, count in chunks
         )
 
     def check(self) -> None:

@@ -147,6 +147,9 @@ def test_a_rate_of_tokens_is_told_to_who_polls(behind):
             lambda: behind.get("/v1/loads").json()["loads"][0]["gen_throughput"] > 0,
             "a rate, which takes two looks a second apart",
         )
+    idle = behind.get("/v1/loads").json()["loads"][0]
+    # smg divides by it: what is left of a rate makes an idle host look slow, and the other ones get all.
+    assert (idle["num_total_reqs"], idle["gen_throughput"]) == (0, 0.0)
 
 
 def test_get_load_is_the_array_that_sglang_router_sums(behind):

@@ -21,7 +21,7 @@ from shmserve.boards import http_board
 from shmserve.config import Config, HttpConfig, RingConfig
 from shmserve.http import app
 from shmserve.http.admission import Admission
-from shmserve.http.client import WorkerClient, WorkerLink
+from shmserve.http.client import WorkerClient
 from shmserve.http.front_end import FrontEnd
 from shmserve.http.health import Boards
 from shmserve.http.in_flight import InFlight, Signal
@@ -33,6 +33,7 @@ from shmserve.http.structured import Grammars
 from shmserve.http.template import ChatTemplate
 from shmserve.http.tokenizer import Tokenizer
 from shmserve.http.turnstile import Turnstile
+from shmserve.http.worker_link import WorkerLink
 from shmserve.models import PreparedModel
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.rings.board import Board
@@ -44,6 +45,8 @@ from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES, SubmitKind, submit_hea
 from shmserve.wire.tokens import FLAG_LAST_IS_STOP, TOKEN_SLOT_BYTES, TOKENS_DTYPE, TokenKind
 
 _numbers = itertools.count()
+
+SMALL_RINGS = RingConfig(token_slots=64, submit_slots=4, table_size=16, submit_deadline_s=0.05)
 
 
 async def until(condition: Any, what: str) -> Any:
@@ -140,6 +143,10 @@ class Rings:
         ((kind, _, request),) = await until(self.take, "a SUBMIT")
         assert kind == SubmitKind.SUBMIT and request is not None
         return request
+
+    async def fill(self, num_slots: int = 4) -> list[InFlight]:
+        """Take so many slots of the submit ring."""
+        return [await self.submit() for _ in range(num_slots)]
 
     async def submit(self, num_prompt: int = 1, **more: Any) -> InFlight:
         return await self.client.submit(

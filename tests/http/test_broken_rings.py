@@ -56,7 +56,7 @@ def test_a_few_records_that_cannot_be_read_are_no_reason_and_many_are():
         async with Rings() as rings:
             entry, told = await broken(rings)
             rings.put(*[nonsense(entry.req_id)] * 15)
-            await until(lambda: rings.link._pump.num_bad == 15, "they are counted")
+            await until(lambda: rings.link.pump.num_bad == 15, "they are counted")
             assert entry.error.status == 500  # its own end, and nobody else's
             assert told == [] and rings.link.is_serving
             rings.put(nonsense(entry.req_id))

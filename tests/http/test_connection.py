@@ -1,5 +1,6 @@
 """Clients that are no clients: slow heads and bodies, too large ones, several at once, and what is no HTTP at all."""
 
+import contextlib
 import gzip
 import json
 import socket
@@ -9,7 +10,7 @@ import zlib
 import pytest
 from serving import until
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.8  # of those who come in time: a machine may stand still for less
 PATIENT_S = 5 * TIMEOUT_S
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 SHORT = json.dumps({"prompt": "Hi", "max_tokens": 2}).encode()
@@ -51,11 +52,10 @@ def test_a_head_that_comes_byte_by_byte_gets_no_more_time(strict, wire):
     slow.sock.sendall(b"GET /v1/models HTTP/1.1\r\nX: ")
     answer = b""
     while time.monotonic() - begin < 5 * PATIENT_S and not answer:
-        slow.sock.sendall(b"a")
-        try:
+        with contextlib.suppress(ConnectionError):  # answered and closed since the last look
+            slow.sock.sendall(b"a")
+        with contextlib.suppress(TimeoutError):
             answer = slow.sock.recv(1 << 16)
-        except TimeoutError:
-            continue
     assert refusal(answer) == (408, "request_timeout")
 
 

@@ -91,8 +91,11 @@ def test_a_deadline_in_the_queue_is_a_504_on_every_endpoint(server, busy):
 
 
 def test_a_deadline_while_it_runs_gives_what_there_is_on_every_endpoint(server):
-    def run(path, **more):
-        answer = server.post(path, BODIES[path] | {"timeout_ms": 250} | more)
+    def run(path):
+        for timeout_ms in (250, 1000, 5000):  # it must have begun by then, on a slow machine, too
+            answer = server.post(path, BODIES[path] | {"timeout_ms": timeout_ms})
+            if answer.status != 504:
+                break
         assert answer.status == 200, answer
         return answer.json()
 
@@ -108,7 +111,7 @@ def test_a_deadline_while_it_runs_gives_what_there_is_on_every_endpoint(server):
     assert native["meta_info"]["finish_reason"] == finish and native["text"]
     assert run("/v1/messages")["stop_reason"] == "max_tokens"
     assert run("/v1/responses")["status"] == "incomplete"
-    *deltas, last = server.stream(timeout_ms=250, max_tokens=4000, ignore_eos=True).objects()
+    *deltas, last = server.stream(timeout_ms=600, max_tokens=4000, ignore_eos=True).objects()
     assert deltas
     assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == (
         "length",
@@ -116,11 +119,11 @@ def test_a_deadline_while_it_runs_gives_what_there_is_on_every_endpoint(server):
     )
     # The header and the body may both say it: the nearer one counts.
     begin = time.monotonic()
-    body = BODIES["/v1/completions"] | {"timeout_ms": 200}
+    body = BODIES["/v1/completions"] | {"timeout_ms": 600}
     headers = {"X-Request-Timeout-Ms": "80000"}
     answer = server.request("POST", "/v1/completions", body, headers)
     assert answer.json()["choices"][0]["stop_reason"] == "timeout"
-    assert time.monotonic() - begin >= 0.2
+    assert time.monotonic() - begin >= 0.6
     server.wait_idle()
 
 
@@ -151,9 +154,9 @@ def with_puppet(scenario, model):
 
 def test_a_silent_worker_does_not_hold_a_deadline_up(default_model):
     async def scenario(puppet):
-        reader, _ = await puppet.ask(timeout_ms=100)
+        reader, _ = await puppet.ask(timeout_ms=500)
         submit = await puppet.submitted()
-        assert submit.deadline_ns - submit.arrival_ns == 100_000_000
+        assert submit.deadline_ns - submit.arrival_ns == 500_000_000
         status, body = await read_answer(reader)
         assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
         ((kind, req_id, _),) = puppet.take()
@@ -168,7 +171,7 @@ def test_a_silent_worker_does_not_hold_a_deadline_up(default_model):
 
 def test_a_stream_of_a_worker_that_went_silent_ends_with_an_error_event(default_model):
     async def scenario(puppet):
-        reader, _ = await puppet.ask(timeout_ms=100, stream=True)
+        reader, _ = await puppet.ask(timeout_ms=500, stream=True)
         req_id = (await puppet.submitted()).req_id
         puppet.put(started_record(req_id), tokens_record(req_id, [905]))
         status, body = await read_answer(reader)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shmserve import stop_regex
 from shmserve.http import detokenizer
 from shmserve.http.detokenizer import Pieces, TextStream
+from shmserve.http.ways import Marks
 from shmserve.stop import StopMatcher
 
 VOCAB = 49152
@@ -267,8 +268,8 @@ def test_the_pieces_of_a_stream_with_stops_are_bounded_and_know_the_vocabulary(
     monkeypatch.setattr(detokenizer, "MOST_STOP_SETS", 2)
     few = Pieces([b"a", b"b"], frozenset())
     for stop in (b"a", b"b", b"a", b"c"):
-        few.clear_of((stop,))
-    assert list(few._clear) == [(b"a",), (b"c",)]
+        few.clear_of(Marks((stop,)))
+    assert list(few._clear) == [Marks((b"a",)), Marks((b"c",))]
 
 
 def test_text_is_held_only_as_long_as_it_may_become_a_stop(skipping):
@@ -287,3 +288,20 @@ def test_keep_bytes_cuts_the_held_text(skipping, keep, text):
     sent = stream.feed(2767) + stream.feed(2767)
     assert sent == " d"
     assert sent + stream.finish(keep) == text
+
+
+def test_what_several_tables_have_in_common_is_the_same_in_each(table, skipping):
+    few = Pieces(table, frozenset({0}), others=skipping)
+    fewer = Pieces(table, frozenset(), others=few)
+    for pieces in (skipping, few, fewer):
+        assert pieces.common is skipping.direct
+        assert all(
+            piece == ours for piece, ours in zip(pieces.common, pieces.direct, strict=True) if piece
+        )
+    assert fewer.direct[0] and not skipping.direct[0]
+
+
+def test_a_token_that_ends_in_a_blank_is_not_clear_where_blanks_are_held():
+    texts = ["a", " a", "a ", "\n", "a\u3000", "a\u00a0b", "a\u200b"]
+    clear = Pieces([text.encode() for text in texts], frozenset()).clear_of(Marks((), True))
+    assert [bool(clear[i]) for i in range(len(texts))] == [True, True, False, False, False, True, True]  # fmt: skip

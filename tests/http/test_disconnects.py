@@ -96,7 +96,14 @@ def narrow(start_server):
 
 @pytest.mark.parametrize(
     ("is_stream", "how"),
-    [(True, "close"), (False, "close"), (False, "half-close"), (True, "reset")],
+    [
+        (True, "close"),
+        (False, "half-close"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((False, "close"), (True, "reset"))
+        ),
+    ],
 )
 def test_a_waiting_request_that_is_cancelled_hurts_nobody_E3(narrow, wire, is_stream, how):
     """A runs, B waits and leaves, C waits: A gets all, C runs next, B costs no prefill."""

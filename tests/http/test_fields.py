@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shmserve.http import fields
 from shmserve.http.errors import ApiError
 from shmserve.http.native import GenerateRequest
-from shmserve.http.openai.schemas import ChatRequest, CompletionRequest
+from shmserve.http.openai.schemas import ChatRequest, CompletionRequest, Shared
 from shmserve.request import SamplingParams
 
 
@@ -75,6 +75,18 @@ def test_null_is_taken_for_every_field_that_has_a_default(schema):
     parsed, ignored = decode(json.dumps(dict.fromkeys(names)).encode(), schema)
     assert not ignored
     assert all(getattr(parsed, name) is None for name in names)
+
+
+def test_what_generate_shares_with_v1_is_declared_alike():
+    """It cannot be declared once: a struct has one base."""
+    ours, theirs = (
+        {f.name: f for f in msgspec.structs.fields(s)} for s in (GenerateRequest, Shared)
+    )
+    both = ours.keys() & theirs.keys()
+    routing, slow = {"priority", "timeout_ms", "data_parallel_rank", "cache_salt"}, "slow_client"
+    assert both == routing | {f"on_{slow}", f"{slow}_bytes", f"{slow}_seconds"}
+    for name in both:
+        assert (ours[name].type, ours[name].default) == (theirs[name].type, theirs[name].default)
 
 
 def test_unknown_fields_are_named_in_order_and_do_not_matter():

@@ -48,7 +48,7 @@ def test_what_stands_around_the_text_and_the_event_of_the_text_are_the_same_byte
     kind, model, text
 ):
     choice = OpenAIChoice(Envelope(kind, "id-1", model, 5), 3, PARAMS, [2])
-    before, after = choice.around_text
+    before, after = choice.way
     direct = before + escape(text) + after
     assert direct == choice.delta(text, [1])
     assert direct.endswith(b"\n\n") and direct.count(b"\n") == 2 and b"\r" not in direct

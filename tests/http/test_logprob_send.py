@@ -19,6 +19,8 @@ from shmserve.http.logprob_send import LogprobPath
 from shmserve.http.logprobs import FLOOR, LogprobLog, TokenTexts
 from shmserve.http.openai.choice import Extras, OpenAIChoice
 from shmserve.http.openai.formats import Envelope
+from shmserve.http.reasoning import ContentOnly, ReasoningSplitter
+from shmserve.http.ways import Unmarked
 from shmserve.request import SamplingParams
 from shmserve.wire.logprobs import pack_top_logprobs
 
@@ -54,6 +56,10 @@ def tops(req_id, index, ids, logprobs):
     )
 
 
+def thinking():
+    return ReasoningSplitter(ContentOnly(), is_inside=True)
+
+
 class Stream:
     """One choice of a stream on a socket that is a list. `goes_direct` False: the pump never writes it by itself."""
 
@@ -62,9 +68,11 @@ class Stream:
         shown = Pieces(WORDS, frozenset())
         params = SamplingParams(max_tokens=99, num_logprobs=num_top, stop=stop)
         texts = TokenTexts(self.pieces, shown)
-        envelope = Envelope(kind, "x-1", "a \u2028\x1a model", 1)
+        splits = kind == "thinking"  # its text is all reasoning
+        envelope = Envelope("chat" if splits else kind, "x-1", "a \u2028\x1a model", 1)
         self.entry = entry
-        self.format = OpenAIChoice(envelope, 0, params, (), Extras(texts=texts, num_top=num_top))
+        extras = Extras(texts=texts, num_top=num_top, new_splitter=thinking if splits else None)
+        self.format = OpenAIChoice(envelope, 0, params, (), extras)
         text = TextStream(self.pieces, stop)
         self.choice = Choice(entry, text, self.pieces, self.format.attach(entry))
         self.goes_direct, self.is_chunked = goes_direct, is_chunked
@@ -94,14 +102,15 @@ class Stream:
         self.go_direct()
 
     def go_direct(self):
-        text = self.choice.text
-        if not self.goes_direct or not text.is_plain:
+        text, way = self.choice.text, self.format.way
+        if not self.goes_direct or way is None or not text.is_plain:
             self.entry.direct = None
             return
         text.pass_by()
-        self.entry.direct = LogprobPath(
-            self.format.around_text, text.plain_pieces(), self.is_chunked, self.send, self.spill
-        )
+        pieces = text.plain_pieces()
+        if isinstance(way, Unmarked):
+            way, pieces = way.around, text.plain_pieces(way.marks)
+        self.entry.direct = LogprobPath(way, pieces, self.is_chunked, self.send, self.spill)
 
 
 class Wired(Rings):
@@ -258,7 +267,7 @@ async def outcome(steps, kinds, num_top, stop, *, goes_direct):
 @settings(deadline=None, max_examples=2 * settings.default.max_examples)
 @given(
     steps=st.lists(STEP, min_size=1, max_size=24),
-    kinds=st.lists(st.sampled_from(["chat", "completion"]), min_size=1, max_size=3),
+    kinds=st.lists(st.sampled_from(["chat", "completion", "thinking"]), min_size=1, max_size=3),
     num_top=st.sampled_from([0, 2, 14]),
     stop=st.sampled_from([(), (b"stop", b"\n\n")]),
 )

@@ -57,6 +57,7 @@ def test_a_model_without_a_template_refuses_chats_and_completes_I4(base):
     base.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_template_of_the_operator_makes_it_chat_I4(templated):
     answer = templated.post("/v1/chat/completions", CHAT)
     assert answer.status == 200, answer.body

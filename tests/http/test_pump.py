@@ -95,7 +95,7 @@ def test_stale_records_reach_nobody():
             )
             await until(lambda: entry.token_ids, "tokens")
             assert entry.token_ids == [5] and not entry.is_over
-            assert rings.link._pump.num_stale == 4  # an error's FINISH has a MESSAGE before it
+            assert rings.link.pump.num_stale == 4  # an error's FINISH has a MESSAGE before it
 
     asyncio.run(scenario())
 

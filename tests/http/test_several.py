@@ -288,7 +288,7 @@ def test_a_drain_lets_the_requests_of_both_front_ends_end(pair: Server, lines: A
     """The last test: the server ends with it."""
     askers = [lines(front) for front in (0, 1)]
     ready = [lines(front) for front in (0, 1)]
-    streams = [line.begin(max_tokens=60) for line in ready]
+    streams = [line.begin(max_tokens=150) for line in ready]
     pair.process.send_signal(signal.SIGTERM)
     for asker in askers:
         until(lambda line=asker: line.ask("/health")[0] == 503, "draining")

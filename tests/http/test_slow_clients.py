@@ -1,6 +1,7 @@
 """The second boundary: a client that does not read. What waits for it is bounded, by its policy, and nobody else notices."""
 
 import json
+import time
 
 import pytest
 from serving import until
@@ -68,7 +69,8 @@ def test_a_client_past_the_bound_on_bytes_is_cut_with_an_error_that_it_can_read_
     until(lambda: counts["num_slow_clients"] == 1, "it is cut")
     server.wait_idle()  # long before it reads
     assert server.words("worker")["num_aborted"] == aborted + 1
-    assert http_words(server)["mailbox_bytes"] == 0 and congested(server) == 1
+    until(lambda: http_words(server)["mailbox_bytes"] == 0, "what waited is thrown away")
+    assert congested(server) == 1
     assert_cut(stuck.read_until(LAST_CHUNK), expected)
     until(lambda: congested(server) == 0, "nobody is congested")
 
@@ -82,7 +84,7 @@ def test_others_keep_going_while_a_client_is_stuck_F3(server, wire):
     assert "".join(chunk["choices"][0]["text"] for chunk in reads.objects()) == plain
     stuck.close()
     server.wait_idle()
-    assert congested(server) == 0
+    until(lambda: congested(server) == 0, "nobody is congested")
 
 
 def test_a_reader_that_resumes_before_the_bound_gets_every_byte_F3(server, counts, wire):
@@ -97,7 +99,7 @@ def test_a_reader_that_resumes_before_the_bound_gets_every_byte_F3(server, count
     assert data.count(b"data: {") < NUM_TOKENS
     assert counts["num_slow_clients"] == 0 and counts["num_client_coalesced_tokens"] > 20
     server.wait_idle()
-    assert http_words(server)["mailbox_bytes"] == 0
+    until(lambda: http_words(server)["mailbox_bytes"] == 0, "nothing waits")
 
 
 @pytest.mark.parametrize(
@@ -195,8 +197,8 @@ def test_the_policy_drop_ends_a_stream_with_an_error_on_every_endpoint(server, c
     stuck = wire(server, RECEIVE_BUFFER)
     stuck.send(path, ENDPOINTS[path] | {"stream": True, "on_slow_client": "drop"})
     until(lambda: counts["num_clients_dropped"] == 1, "it is cut")
-    assert counts["num_slow_clients"] == 1
     server.wait_idle()
+    until(lambda: counts["num_slow_clients"] == 1, "it is counted")
     assert http_words(server)["mailbox_high_water_bytes"] == high_water, "nothing ever waited"
     data = stuck.read_until(LAST_CHUNK)
     events = objects_of(data)
@@ -232,10 +234,12 @@ def test_a_client_that_is_stuck_too_long_is_closed_F3(server, counts, wire):
 
 
 def test_a_slow_one_that_reads_on_is_served_to_the_end_F3(server, counts, wire):
+    """In a second and more, with 0.7 s for one that reads nothing."""
     slow = wire(server, RECEIVE_BUFFER)
-    slow.send("/v1/completions", body(11, 300, on_slow_client="block", slow_client_seconds=0.3))
+    slow.send("/v1/completions", body(11, 300, on_slow_client="block", slow_client_seconds=0.7))
     data = b""
     while not data.endswith(LAST_CHUNK):
+        time.sleep(0.04)
         more = slow.sock.recv(2048)
         assert more, "closed although it read"
         data += more

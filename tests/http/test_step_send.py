@@ -16,6 +16,7 @@ from shmserve.http.logprob_send import LogprobPath
 from shmserve.http.pump import RECORDS_PER_TURN
 from shmserve.http.step_send import FEWEST_SENDS, StepSender
 from shmserve.http.uring import MOST_SENDS, SendRing
+from shmserve.http.ways import Marks
 from shmserve.wire.logprobs import pack_top_logprobs
 
 VOCAB = 64
@@ -56,7 +57,7 @@ class Streams(Rings):
             entry.direct = None
 
         fd = ours.fileno() if may_go_together else -1
-        pieces = ClearPieces(PIECES, PIECES.__getitem__, (stop,)) if stop else PIECES
+        pieces = ClearPieces(PIECES, PIECES.__getitem__, Marks((stop,))) if stop else PIECES
         entry.direct = direct_path(b"<", b">", True, pieces, 3, ours.send, spill, fd)
         entry.on_tokens = lambda entry: self.slow.append((entry.index, entry.token_ids.copy()))
         self.entries.append(entry)

@@ -189,27 +189,34 @@ def longest_hop(end):
 
 
 def stop_front_end(server, seconds):
-    """Stop the front end's process: the event loop stands still, and all else goes on."""
+    """Stop the front end's process: the event loop stands still, and all else goes on. For how long it did."""
     pid = server.words("http")["pid"]
+    begin = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
     os.kill(pid, signal.SIGCONT)
+    return time.monotonic() - begin
 
 
 def test_a_stalled_event_loop_is_in_the_hop_before_the_tokens_are_read(tight):
     """0.05 s of one stream at 2 ms a step are 25 tokens: they fit the ring. It lasts a second, so that a client that is late still meets it.
 
-    Three stops, as one may fall between a send and the stamp behind it: its wait is then the write's, and no gap on the wire.
+    Three stops, as one may fall between a send and the stamp behind it: its wait is then the write's, and no gap on the wire. One
+    that became so long that the ring was full is the next test's, and all begins anew.
     """
-    stream = tight.stream(max_tokens=500, ignore_eos=True, **TIMED)
-    events = stream.events()
-    first = [json.loads(next(events))]
-    for _ in range(3):
-        stop_front_end(tight, 0.05)
-        time.sleep(0.0131)
-    _, end = timings_of(first + [json.loads(e) for e in events if e != "[DONE]"])
-    stream.leave()
-    tight.wait_idle()
+    for _ in range(5):
+        stream = tight.stream(max_tokens=500, ignore_eos=True, **TIMED)
+        events = stream.events()
+        first = [json.loads(next(events))]
+        lasted = []
+        for _ in range(3):
+            lasted.append(stop_front_end(tight, 0.05))
+            time.sleep(0.0131)
+        _, end = timings_of(first + [json.loads(e) for e in events if e != "[DONE]"])
+        stream.leave()
+        tight.wait_idle()
+        if max(lasted) < 0.06:
+            break
     hops = end["hops_us"]
     assert max(hops, key=lambda name: hops[name]["mean"]) == "pop", hops
     assert hops["pop"]["max"] >= 20_000
@@ -218,7 +225,7 @@ def test_a_stalled_event_loop_is_in_the_hop_before_the_tokens_are_read(tight):
 
 def test_a_full_ring_is_in_the_hop_before_the_tokens_are_published(tight):
     """16 streams fill 32 slots in two steps: what is sampled while the front end stands still waits in the worker."""
-    streams = [tight.stream(max_tokens=250, ignore_eos=True, **TIMED) for _ in range(16)]
+    streams = [tight.stream(max_tokens=500, ignore_eos=True, **TIMED) for _ in range(16)]
     ends = []
     first = [[json.loads(text) for text in stream.take(1)] for stream in streams]
     threads = [
@@ -238,7 +245,7 @@ def test_a_full_ring_is_in_the_hop_before_the_tokens_are_published(tight):
         stream.leave()
     tight.wait_idle()
     assert len(ends) == 16
-    assert all(end["num_tokens"] == 250 for end in ends)
+    assert all(end["num_tokens"] == 500 for end in ends)
     assert max(end["hops_us"]["publish"]["max"] for end in ends) >= 75_000
     # The merged tokens keep their own times: the engine never waited.
     assert all(end["itl_engine_us"]["p50"] < end["hops_us"]["publish"]["max"] for end in ends)
@@ -250,13 +257,13 @@ def test_a_slow_client_is_in_the_hop_before_its_tokens_are_written(tight, wire):
     body = {"text": "Hi", "stream": True, "rid": "r" * 200, "incremental": True}
     slow.send("/generate", body | {"sampling_params": {"max_new_tokens": 400, "ignore_eos": True}})
     until(lambda: tight.words("http")["clients_congested"], "the client is behind")
-    time.sleep(0.2)
+    time.sleep(0.4)
     data = slow.read_until(b"data: [DONE]").split(b"\n\n")
     objects = [json.loads(x[x.index(b"data: {") + 6 :]) for x in data if b"data: {" in x]
     frames, end = timings_of(objects)
     assert sum(map(len, frames)) == 400
     assert longest_hop(end) == "write", end["hops_us"]
-    assert end["hops_us"]["write"]["max"] >= 190_000
+    assert end["hops_us"]["write"]["max"] >= 390_000
     assert end["num_coalesced_tokens"] == 400 - sum(1 for frame in frames if frame)
     tight.wait_idle()
 

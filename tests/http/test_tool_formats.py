@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.http.detokenizer import Pieces
 from shmserve.http.openai.choice import message_of
 from shmserve.http.reasoning import ContentOnly, ReasoningSplitter
 from shmserve.http.tool_formats import FORMATS, ToolSplitter, format_of
@@ -151,6 +152,21 @@ def test_format_is_the_one_that_the_template_teaches(template, name):
     assert format_of(template).name == name
 
 
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+@pytest.mark.parametrize(
+    "behind", ["so 1 <", "so [", "a\n<tool_c", "a [TOOL_", "a <tool_call>", "a \n"]
+)
+@given(places=cuts)
+def test_text_behind_a_call_is_text_to_the_last_character(name, behind, places):
+    got = message_of(
+        run(
+            ToolSplitter(FORMATS[name], NAMES),
+            cut(written(name, [("add", {"a": 1})]) + behind, places),
+        )
+    )
+    assert told(got) == [("add", {"a": 1})] and got["content"] == behind.rstrip()
+
+
 # -- reasoning ------------------------------------------------------------------------------------------------------------
 
 
@@ -191,3 +207,36 @@ def test_calls_behind_the_reasoning_are_found(places):
     text = "<think>use add</think>\n" + written("hermes", [("add", {"a": 1})])
     got = message_of(run(splitter, cut(text, places)))
     assert got["reasoning_content"] == "use add" and told(got) == [("add", {"a": 1})]
+
+
+# -- what passes ----------------------------------------------------------------------------------------------------------
+
+SPLITTERS = {
+    "thinking": lambda: ReasoningSplitter(ContentOnly(), is_inside=True),
+    "may think": lambda: ReasoningSplitter(ContentOnly(), is_inside=False),
+    "thinks in secret": lambda: ReasoningSplitter(ContentOnly(), is_inside=True, is_shown=False),
+    "thinking, with tools": lambda: ReasoningSplitter(
+        ToolSplitter(FORMATS["hermes"], NAMES), is_inside=True
+    ),
+    **{name: lambda fmt=fmt: ToolSplitter(fmt, NAMES) for name, fmt in FORMATS.items()},
+}
+PARTS = ["a", " word", " ", "x ", "\n\n", "\u00a0", "<", "</", "think", ">", "<think>", "</think>"]
+PARTS += ["tool_call>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "{", "}", "[add(a=1)]"]
+PARTS += [
+    "<|python_tag|>",
+    '{"name": "add", "arguments": {"a": 1}}',
+    "a</think>b",
+    "b\n<tool_call>",
+]
+
+
+@pytest.mark.parametrize("name", SPLITTERS)
+@given(texts=st.lists(st.sampled_from(PARTS), min_size=1, max_size=12))
+def test_what_a_splitter_lets_pass_is_what_it_would_have_made_of_it(name, texts):
+    splitter = SPLITTERS[name]()
+    for text in texts:
+        passing, was_reasoning = splitter.passing, splitter.is_reasoning
+        deltas = splitter.feed(text)
+        if passing is not None and Pieces([text.encode()], frozenset()).clear_of(passing.marks)[0]:
+            assert deltas == [{passing.key: text}]
+            assert (splitter.passing, splitter.is_reasoning) == (passing, was_reasoning)

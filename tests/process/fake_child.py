@@ -78,7 +78,9 @@ def main() -> int:
     signal.signal(signal.SIGUSR1, lambda *_: link.send({"type": "drained"}))
     while True:
         # Not for ever: a signal that comes just before the wait does not end it.
-        for key, _ in selector.select(0.1):
+        ready = [key for key, _ in selector.select(0.1)]
+        # Who asks hears of everything that came before: connections wait while the link has more to read.
+        for key in [key for key in ready if key.fileobj is link] or ready:
             if key.fileobj is not link:
                 _answer(key.fileobj, told)
                 continue

@@ -21,6 +21,7 @@ from typing import Any
 from shmserve.rings.policy import RingWriter
 from shmserve.worker import __main__ as program
 from shmserve.worker.batch import Batch, StepOutput
+from shmserve.worker.runner import Progress
 from shmserve.worker.sampling_state import SamplingState
 
 SEEDS = {
@@ -94,7 +95,7 @@ class StrangeRunner:
         self._worker.channels[0].submit.data.add(A_LOT)
 
     def writes_nonsense(self) -> None:
-        writer: RingWriter = self._worker.engine_for_tests._emitters[0].writer
+        writer: RingWriter = self._worker.engine_for_tests.channels.emitters[0].writer
         (req_id,) = self._worker.engine_for_tests._by_id
         slot = bytearray(writer.producer.slot_size)
         slot[:8] = req_id.to_bytes(8, "little")
@@ -102,7 +103,7 @@ class StrangeRunner:
         writer.producer.try_write(bytes(slot) * 16, 16)
 
     def dies_inside_a_publish(self) -> None:
-        producer = self._worker.engine_for_tests._emitters[0].writer.producer
+        producer = self._worker.engine_for_tests.channels.emitters[0].writer.producer
         producer._slots = DeadlySlots(producer._slots)
 
     def close(self) -> None:
@@ -114,13 +115,15 @@ def main() -> int:
     build = program.build_runner
     load = program.Worker.load
 
-    def build_strange(worker: program.Worker) -> StrangeRunner:
-        worker.progress("weights", 0.5)
-        while (folder / "hold-loading").exists():
-            time.sleep(0.01)
-        return StrangeRunner(build(worker), worker, folder)
-
     def load_and_remember(worker: program.Worker) -> Any:
+        def build_strange(joined: Any, model: Any, progress: Progress) -> tuple[Any, Any]:
+            progress("weights", 0.5)
+            while (folder / "hold-loading").exists():
+                time.sleep(0.01)
+            runner, ranks = build(joined, model, progress)
+            return StrangeRunner(runner, worker, folder), ranks
+
+        program.build_runner = build_strange
         engine = worker.engine_for_tests = load(worker)
         if (folder / "checks").exists():
             show_idle, num_checks = engine.show_idle, itertools.count(1)
@@ -133,7 +136,6 @@ def main() -> int:
             engine.show_idle = check
         return engine
 
-    program.build_runner = build_strange
     program.Worker.load = load_and_remember
     return program.main(sys.argv[2:])
 

@@ -126,12 +126,13 @@ def test_everybody_killed_again_and_again_leaves_one_set_J2(serve: Serve) -> Non
     bystander = serve()
     bystander.wait_ready()
     segments = bystander.segments()
+    name = f"test-{os.getpid()}-victim"
     for _ in range(3):
-        victim = serve(name="test-victim")
+        victim = serve(name=name)
         victim.wait_ready()
         os.killpg(victim.pid, signal.SIGKILL)
         victim.wait()
-    last = serve(name="test-victim")
+    last = serve(name=name)
     last.wait_ready()
     assert len(last.segments()) == 5
     assert bystander.segments() == segments

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +47,9 @@ def test_children_block_terminal_signals_and_know_what_they_must(start: Start) -
     assert told["workers"]["0"]["info"] == {"max_model_len": 77}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_one_signal_ends_all_with_code_0_and_leaves_nothing(start: Start, number: int) -> None:
     server = start()
     server.wait_ready()
@@ -63,9 +64,7 @@ def test_one_signal_ends_all_with_code_0_and_leaves_nothing(start: Start, number
 def test_two_signals_within_100_ms_end_all_with_code_0(start: Start) -> None:
     server = start(modes={"http": "slow_drain"})
     server.wait_ready()
-    os.kill(server.pid, signal.SIGTERM)
-    time.sleep(0.05)  # two of one instant are one to the kernel
-    os.kill(server.pid, signal.SIGTERM)
+    server.end_twice()
     assert server.wait() == 0
     assert server.leftovers() == []
     assert "Traceback" not in server.output()

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shmserve.rings import layout as L
-from shmserve.rings.board import Board, BoardReader, BoardSpec, HistogramReading
+from shmserve.rings.board import Board, BoardReader, HistogramReading
+from shmserve.rings.board_table import BoardSpec
 from shmserve.rings.channel import Ring, RingShape
 from shmserve.rings.observe import RingView
 from shmserve.rings.segment import SegmentError
@@ -137,7 +138,10 @@ def test_unfinished_board_cannot_be_attached(board):
         BoardReader.attach(board.segment.name)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=settings.default.max_examples // 2,
+)
 @given(
     damage=st.lists(st.tuples(st.integers(128, 700), st.integers(0, 255)), min_size=1, max_size=5),
     size=st.one_of(st.none(), st.integers(0, 2**64 - 1)),
@@ -248,7 +252,10 @@ def test_row_that_changes_under_its_reader_is_whole_or_left_out(
     assert roster_reader.roster("slow") in ((old,) if moment == 2 else ([], new))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=settings.default.max_examples // 2,
+)
 @given(
     damage=st.lists(st.tuples(st.integers(128, 400), st.integers(0, 255)), min_size=1, max_size=5)
 )

@@ -3,7 +3,8 @@
 import pytest
 
 from shmserve.rings import layout as L
-from shmserve.rings.board import Board, BoardSpec
+from shmserve.rings.board import Board
+from shmserve.rings.board_table import BoardSpec
 from shmserve.rings.channel import Channel, Ring, RingShape
 from shmserve.rings.observe import RingView, boards_of, rings_of
 from shmserve.rings.segment import SegmentError

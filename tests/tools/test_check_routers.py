@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,34 @@ def test_no_two_questions_are_alike():
     asked = [json.dumps(each["messages"]) for each in questions(50, 2) + questions(50, 2)]
     assert len(set(asked)) == 100
     assert Told().is_complete is False
+
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def report(*, num_reqs=0, age_s=0.0):
+    """A worker in smg's list, with what it said of itself `age_s` before NOW."""
+    said = (NOW - timedelta(seconds=age_s)).isoformat()
+    return {"engine_load": {"timestamp": said, "loads": [{"num_total_reqs": num_reqs}]}}
+
+
+@pytest.mark.parametrize(
+    ("listed", "has_seen"),
+    [
+        ([report(), report()], True),
+        ([report(), report(num_reqs=1)], False),
+        ([report(age_s=0.001), report()], False),
+        ([report(), {"engine_load": None}], False),
+        ([report(), {}], False),
+        ([], False),
+    ],
+)
+def test_smg_has_seen_its_workers_idle_by_reports_that_are_new_enough(
+    listed, has_seen, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Router, "workers", lambda self: listed)
+    assert Router(KINDS["smg"], 39, 40, tmp_path).has_seen_idle(NOW) is has_seen
+    assert Router(KINDS["nginx"], 39, 40, tmp_path).has_seen_idle(NOW), "it asks for no reports"
 
 
 @pytest.mark.parametrize(("name", "file"), [("nginx", "nginx.conf"), ("haproxy", "haproxy.cfg")])

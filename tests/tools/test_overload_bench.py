@@ -23,6 +23,7 @@ class Answering:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.num_requests = 0
+        self._turn = threading.Lock()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -39,8 +40,9 @@ class Answering:
         with connection:
             while request := connection.recv(65536):
                 assert request.startswith(b"POST /v1/completions HTTP/1.1\r\n")
-                answer = self._answers[self.num_requests % len(self._answers)]
-                self.num_requests += 1
+                with self._turn:
+                    answer = self._answers[self.num_requests % len(self._answers)]
+                    self.num_requests += 1
                 if not answer:
                     return
                 for part in (answer[:20], answer[20:]):  # never whole at once

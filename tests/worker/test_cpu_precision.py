@@ -15,10 +15,10 @@ from checkpoints import prepared
 from shmserve.config import PRECISIONS_OF, Config, ConfigError, WorkerConfig
 from shmserve.request import SamplingParams
 from shmserve.token_bytes import TokenBytes
-from shmserve.worker.__main__ import build_runner
 from shmserve.worker.batch import Batch
 from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.models.config import UnknownArchitectureError
+from shmserve.worker.runner_choice import build_runner
 from shmserve.worker.sampling_state import SamplingState
 
 transformers = pytest.importorskip("transformers")
@@ -83,7 +83,7 @@ def built(folder: Path, precision: str, runner: str = "auto"):
     config = replace(Config(), worker=worker)
     config.validate()
     joined = SimpleNamespace(config=config)
-    return build_runner(SimpleNamespace(joined=joined, model=model, progress=lambda *_: None))
+    return build_runner(joined, model, lambda *_: None)[0]
 
 
 def logprobs_of(runner) -> np.ndarray:

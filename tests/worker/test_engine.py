@@ -438,7 +438,7 @@ def test_a_front_end_that_is_gone_leaves_nothing_and_the_other_goes_on(rig, poli
     r.run_dry()
     assert other.tokens[100] == r.expected(100, 10)
     r.assert_idle()
-    assert r.engine.poll_fds() == [r.engine._inboxes[1].data_fd]
+    assert r.engine.poll_fds() == [r.engine.channels.inboxes[1].data_fd]
     gone.channel.unlink()
     gone.channel.close()
 
@@ -507,7 +507,7 @@ def test_past_coalesce_tokens_the_heaviest_are_paused_and_credits_resume_them(ri
     most = 0
     for _ in range(100):
         computes = r.step()
-        most = max(most, r.engine._emitters[0].writer.pending_weight)
+        most = max(most, r.engine.channels.emitters[0].writer.pending_weight)
         if not computes:
             break
     assert not computes, "everybody is paused"
@@ -515,7 +515,7 @@ def test_past_coalesce_tokens_the_heaviest_are_paused_and_credits_resume_them(ri
     assert 12 < most <= 12 + 4 * 4
     assert not r.engine.has_work
     # What wakes the worker is credit: its descriptor is in the poll set, and the step that it wakes goes on computing.
-    assert r.engine._emitters[0].credit_fd in r.engine.poll_fds()
+    assert r.engine.channels.emitters[0].credit_fd in r.engine.poll_fds()
     r.run_dry()
     for req_id in range(1, 5):
         assert r.front.tokens[req_id] == r.expected(req_id, 40)
@@ -529,10 +529,10 @@ def test_the_step_that_credits_wake_computes_when_it_relieves(rig):
         if not r.step():
             break
     assert r.board["paused"] == 1
-    while r.engine._emitters[0].is_starved or r.board["paused"]:
+    while r.engine.channels.emitters[0].is_starved or r.board["paused"]:
         assert r.front.read()
         has_computed = r.step()
-        if not r.engine._emitters[0].is_starved and not has_computed:
+        if not r.engine.channels.emitters[0].is_starved and not has_computed:
             raise AssertionError("the worker would sleep for ever")
         if len(r.front.finished) == 1:
             break
@@ -553,7 +553,7 @@ def test_an_ended_request_with_much_pending_does_not_shield_the_others(rig):
     for _ in range(60):
         if not r.step():
             break
-    assert r.engine._emitters[0].writer.pending_weight <= 20 + 8 * 8
+    assert r.engine.channels.emitters[0].writer.pending_weight <= 20 + 8 * 8
     r.run_dry()
     assert len(r.front.finished) == 8
 

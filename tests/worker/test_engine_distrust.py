@@ -3,12 +3,14 @@
 import pytest
 
 from shmserve.wire.submit_slots import SUBMIT_SLOT_BYTES
-from shmserve.worker.engine import MOST_BAD_RECORDS
+from shmserve.worker.channels import MOST_BAD_RECORDS
 
 
 def told_by(rig):
     told = []
-    rig.engine.on_broken = lambda channel, fault: told.append((channel.http, channel.epoch, fault))
+    rig.engine.channels.on_broken = lambda channel, fault: told.append(
+        (channel.http, channel.epoch, fault)
+    )
     return told
 
 

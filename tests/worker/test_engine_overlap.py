@@ -32,17 +32,22 @@ def outcome(fronts):
     ]
 
 
-@pytest.mark.parametrize("num_blocks", [65, 13], ids=["ample", "preempting"])
-def test_clients_get_the_same_with_steps_ahead_and_without(rig, num_blocks):
+@pytest.mark.parametrize(
+    ("num_blocks", "budget"),
+    [(65, 32), (13, 32), (65, 6), (10, 6)],
+    ids=["ample", "preempting", "ample, in chunks", "preempting, in chunks"],
+)
+def test_clients_get_the_same_with_steps_ahead_and_without(rig, num_blocks, budget):
     outcomes = []
     for is_overlapped in (False, True):
-        r = rig(num_http=2, num_blocks=num_blocks, is_overlapped=is_overlapped)
+        limits = {"num_blocks": num_blocks, "max_num_batched_tokens": budget}
+        r = rig(num_http=2, **limits, is_overlapped=is_overlapped)
         submit_many(r)
         r.run_dry()
         r.assert_idle()
         outcomes.append(outcome(r.fronts))
         assert (follows(r) > 0) == is_overlapped
-        assert (r.scheduler.num_preempted > 0) == (num_blocks == 13)
+        assert (r.scheduler.num_preempted > 0) == (num_blocks < 65)
     assert outcomes[0] == outcomes[1]
     assert sum(len(finished) for _, finished in outcomes[0]) == 9
 
@@ -197,12 +202,17 @@ def act(r, kind, *args):
 
 
 @settings(max_examples=settings.default.max_examples * 2 // 5, deadline=None)
-@given(acts=st.lists(ACTS, max_size=40), num_blocks=st.integers(12, 24))
-def test_whatever_happens_who_is_not_aborted_gets_the_same(new_rig, acts, num_blocks):
+@given(
+    acts=st.lists(ACTS, max_size=40),
+    num_blocks=st.integers(12, 24),
+    budget=st.sampled_from([5, 7, 32]),
+)
+def test_whatever_happens_who_is_not_aborted_gets_the_same(new_rig, acts, num_blocks, budget):
     """Both rigs hold the laws of scheduler and wire at every step; which step an abort meets may differ between them."""
     tokens = []
     for is_overlapped in (False, True):
-        r = new_rig(num_blocks=num_blocks, submit_slots=128, is_overlapped=is_overlapped)
+        limits = {"num_blocks": num_blocks, "max_num_batched_tokens": budget}
+        r = new_rig(**limits, submit_slots=128, is_overlapped=is_overlapped)
         try:
             aborted: set[int] = set()
             for kind, *args in acts:

@@ -22,7 +22,7 @@ from shmserve.wire.submit_slots import (
     SubmitKind,
     pack_control,
 )
-from shmserve.worker.engine import MOST_BAD_RECORDS
+from shmserve.worker.channels import MOST_BAD_RECORDS
 
 OURS = 900  # ids of requests that are written as they should be
 SECTIONS = 256
@@ -209,7 +209,7 @@ def test_a_front_end_that_writes_nothing_but_noise_is_not_listened_to_for_ever(r
     """MOST_BAD_RECORDS of one channel: it ends, its requests are freed, and whoever runs the engine is told."""
     r = rig(num_http=2)
     told = []
-    r.engine.on_broken = lambda channel, fault: told.append((channel.http, fault))
+    r.engine.channels.on_broken = lambda channel, fault: told.append((channel.http, fault))
     r.fronts[0].submit(1, max_tokens=50)
     r.step()
     for _ in range(MOST_BAD_RECORDS):

@@ -39,9 +39,12 @@ class LateDevice:
 
     def collect(self):
         batch, carried = self.flights.popleft()
-        ids = batch.token_ids
+        ids = batch.token_ids.copy()
         if carried is not None:
-            ids = self.outputs[-1][carried]
+            assert len(carried) == batch.num_seqs
+            is_carried = carried >= 0
+            assert (np.diff(batch.cu_seqlens)[is_carried] == 1).all()
+            ids[batch.cu_seqlens[:-1][is_carried]] = self.outputs[-1][carried[is_carried]]
         self.kv[batch.kv_slots] = ids
         tokens = []
         for seq in batch.sample_seqs.tolist():
@@ -128,12 +131,12 @@ def test_the_protocol_is_told_by_its_methods():
     assert isinstance(LateDevice(), OverlappingRunner)
 
 
-@pytest.mark.parametrize("num_blocks", [41, 17, 12], ids=["ample", "tight", "preempting"])
+@pytest.mark.parametrize("num_blocks", [41, 17, 9], ids=["ample", "tight", "preempting"])
 def test_overlap_gives_the_same_tokens(num_blocks):
     loop = both(fill, num_blocks=num_blocks)
     assert loop.overlap.num_followed > 0
     assert any(len(tokens) > 8 for tokens in loop.tokens.values())
-    assert (loop.scheduler.num_preempted > 0) == (num_blocks == 12)
+    assert (loop.scheduler.num_preempted > 0) == (num_blocks == 9)
 
 
 def test_a_block_that_becomes_superfluous_under_a_flight_may_be_given_out_at_once():
@@ -155,6 +158,72 @@ def test_a_block_that_becomes_superfluous_under_a_flight_may_be_given_out_at_onc
     loop = both(scenario, num_blocks=12)
     assert taken and loop.overlap.num_followed > 0
     assert len({tuple(tokens) for tokens in loop.tokens.values()}) == 1
+
+
+def fill_with_long_prompts(loop):
+    """Of three times the budget of a step, beside short ones; some share most of their tokens."""
+    for req_id in range(1, 10):
+        length = 30 if req_id % 3 == 0 else 2 + req_id
+        loop.add(req_id, [3 + (req_id // 6 + 5 * i) % 26 for i in range(length)], 3 + req_id)
+        if req_id % 4 == 0:
+            loop.step()
+
+
+@pytest.mark.parametrize("num_blocks", [81, 26, 11], ids=["ample", "tight", "preempting"])
+def test_chunks_follow_one_another_beside_rows_that_decode(num_blocks):
+    ahead: list[tuple[bool, int, int]] = []  # what was launched ahead of a step in flight
+    launch = LateDevice.launch
+
+    def note(device, batch, sampling, carried=None):
+        if carried is not None:
+            num_chunks = int((carried < 0).sum())
+            ahead.append((batch.is_decode, num_chunks, len(batch.sample_seqs)))
+        launch(device, batch, sampling, carried)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateDevice, "launch", note)
+        loop = both(fill_with_long_prompts, num_blocks=num_blocks)
+    assert all(is_decode == (num_chunks == 0) for is_decode, num_chunks, _ in ahead)
+    assert any(num_chunks and num_sampled for _, num_chunks, num_sampled in ahead)
+    assert (loop.scheduler.num_preempted > 0) == (num_blocks == 11)
+
+
+def test_a_prompt_alone_is_computed_chunk_behind_chunk_with_none_waited_for():
+    loop = Loop(True)
+    sequence = loop.add(1, [3 + i % 26 for i in range(35)], 2)
+    for num_computed in (16, 32, 35):
+        loop.step()
+        assert loop.scheduler.columns.num_computed[sequence.row] == num_computed
+        assert loop.overlap.is_flying
+    assert len(loop.tokens[1]) == 1
+    loop.run()
+    assert len(loop.tokens[1]) == 2
+
+
+def test_who_ends_under_its_chunk_keeps_its_blocks_until_the_last_one_has_landed():
+    loop = Loop(True)
+    loop.add(1, [8, 9], 20)
+    long = loop.add(2, [3 + i % 26 for i in range(36)], 4)
+    loop.step()
+    assert loop.overlap.is_flying and loop.overlap.holds(long)
+    loop.overlap.end(long)
+    held = list(long.blocks)
+    assert all(loop.scheduler.blocks.ref_count[block] for block in held)
+    loop.step()
+    assert long.row == -1 and not loop.scheduler.prefilling and loop.tokens[2] == []
+    loop.run()
+    assert len(loop.tokens[1]) > 4
+
+
+def test_a_prompt_that_is_scored_is_not_followed():
+    loop = Loop(True)
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0)
+    ids = np.arange(35, dtype=np.int32) % 26 + 3
+    loop.scheduler.add(Sequence(1, 0, params, ids, arrival_order=1, received_ns=1))
+    loop.tokens[1] = []
+    batch, _ = loop.scheduler.schedule(1, 1)
+    loop.overlap.launch(batch)
+    assert batch.prompt_parts and loop.overlap.follow(2) is None
 
 
 def decoding(num_steps=2):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from shmserve.config import Config, WorkerConfig
 from shmserve.token_bytes import TokenBytes
-from shmserve.worker.__main__ import build_runner
 from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
+from shmserve.worker.runner_choice import build_runner, kv_cache_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,13 +50,8 @@ def chosen(folder: Path, runner: str, weights: Path | None = None):
         eos_token_ids=(2,),
     )
     worker = WorkerConfig(runner=runner, kv_cache_bytes=4 << 20, num_threads=1, max_num_seqs=2)
-    return build_runner(
-        SimpleNamespace(
-            joined=SimpleNamespace(config=replace(Config(), worker=worker)),
-            model=model,
-            progress=lambda what, share: None,
-        )
-    )
+    joined = SimpleNamespace(config=replace(Config(), worker=worker))
+    return build_runner(joined, model, lambda what, share: None)[0]
 
 
 @pytest.mark.parametrize("runner", ["auto", "torch", "hf"])
@@ -101,3 +96,10 @@ def test_an_unknown_gguf_is_refused_with_what_is_known(tmp_path, write_gguf, toy
     file = write_gguf(toy_metadata(**{}) | {"general.architecture": "phlogiston"})
     with pytest.raises(ModelLoadError, match=r"'phlogiston' is not supported \(supported: llama"):
         chosen(tmp_path, "auto", file)
+
+
+def test_the_kv_cache_takes_a_fraction_of_the_free_memory():
+    default, half = kv_cache_bytes(0.0), kv_cache_bytes(0.5)
+    assert 0 < default <= 1 << 30
+    quarter = kv_cache_bytes(0.25)
+    assert quarter < half < 3 * quarter  # others take and give memory meanwhile

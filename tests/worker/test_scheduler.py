@@ -574,7 +574,7 @@ def test_without_chunks_a_prompt_is_computed_whole_whatever_the_budget_is():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda s, seq: s.columns.give_row(3) if s.columns.take_row() is None else None,
+        lambda s, seq: s.columns._free_rows.pop(),
         lambda s, seq: s.blocks.allocate(1),
         lambda s, seq: seq.blocks.pop(),
         lambda s, seq: s.waiting.append(seq),

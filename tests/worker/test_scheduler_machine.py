@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 from shmserve.request import SamplingParams
 from shmserve.worker.batch import Batch
 from shmserve.worker.decode_set import DecodeSet
+from shmserve.worker.mixed_batch import ragged_batch
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.scheduler import NeverFitsError, Scheduler
 from shmserve.worker.sequence import Sequence
@@ -190,8 +191,7 @@ class Scheduling(RuleBasedStateMachine):
             self.assert_nobody_is_kept_out()
             return False
         self.assert_consistent(batch)
-        if batch.is_decode:
-            self.assert_is_as_if_new(batch)
+        self.assert_is_as_if_new(batch)
         failed = self.write_and_read(batch, breaks)
         in_batch = [scheduler.by_row[int(batch.rows[index])] for index in batch.sample_seqs]
         scheduler.advance(batch, self.step_number, failed)
@@ -205,11 +205,23 @@ class Scheduling(RuleBasedStateMachine):
         return True
 
     def assert_is_as_if_new(self, batch):
-        """A set of decoding rows that has gone on makes the batch that a new one makes."""
+        """A set of decoding rows that has gone on makes the batch that a new one makes, and the same beside prompts."""
         s = self.scheduler
-        new = DecodeSet(batch.rows, s.info, s.columns, s.tables, s.by_row).batch(batch.step)
+        if batch.is_decode:
+            new = DecodeSet(batch.rows, s.info, s.columns, s.tables, s.by_row).batch(batch.step)
+        else:
+            owners, counts = (
+                [s.by_row[row] for row in batch.rows.tolist()],
+                np.diff(batch.cu_seqlens),
+            )
+            num_decode = sum(not owner.is_prefilling for owner in owners)
+            chunks = list(zip(owners, counts.tolist(), strict=True))[num_decode:]
+            rows = batch.rows[:num_decode]
+            new = ragged_batch(batch.step, rows, chunks, s.columns, s.info.block_size)
         for field in fields(Batch):
             ours, theirs = getattr(batch, field.name), getattr(new, field.name)
+            if field.name == "prompt_parts":
+                ours, theirs = repr(ours), repr(theirs)
             assert np.array_equal(ours, theirs), field.name
 
     def assert_counted(self, sequence):

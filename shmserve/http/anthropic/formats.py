@@ -17,7 +17,9 @@ from shmserve.http.detokenizer import escape_separators
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.choice import Delta, Splitter
+from shmserve.http.openai.event_forms import HOLE, around_hole
 from shmserve.http.openai.formats import finish_word
+from shmserve.http.ways import Passing, Unmarked, Way
 from shmserve.request import FinishReason, SamplingParams
 
 _encode = msgspec.json.encode
@@ -98,6 +100,11 @@ class Blocks:
             if part := function.get("arguments"):
                 self._add(self.index, {"type": "input_json_delta", "partial_json": part})
 
+    @property
+    def kind(self) -> object:
+        """Of the block that is open; None: none is."""
+        return self._kind
+
     def _open(self, kind: object, block: dict[str, Any]) -> None:
         if kind == self._kind:
             return
@@ -131,19 +138,30 @@ class MessageChoice:
         self._events: list[bytes] = []
         self._content: list[dict[str, Any]] = []
         self._blocks = Blocks(self._begin, self._add, self._end)
-        self.around_text = None if splitter is not None else self._around()
+        self._around = self._around_in("text", 0)  # without a splitter all text is in block 0
+        self._unmarked: dict[tuple[Passing, int], Unmarked] = {}
 
-    def _around(self) -> tuple[bytes, bytes]:
-        """Without a splitter all text is in block 0."""
-        whole = event(
-            {
-                "type": "content_block_delta",
-                "index": 0,
-                "delta": {"type": "text_delta", "text": "\x1a"},
-            }
-        )
-        before, _, after = whole.partition(b"\\u001a")
-        return before, after
+    def _around_in(self, kind: str, index: int) -> tuple[bytes, bytes]:
+        """Of text in a block."""
+        delta = {"type": f"{kind}_delta", kind: HOLE}
+        return around_hole(event({"type": "content_block_delta", "index": index, "delta": delta}))
+
+    @property
+    def way(self) -> Way | None:
+        if self._splitter is None:
+            return self._around
+        passing = self._splitter.passing
+        if passing is None:
+            return None
+        kind = "thinking" if passing.key == "reasoning_content" else "text"
+        if self._blocks.kind != kind:  # the next text begins a block
+            return None
+        key = passing, self._blocks.index
+        found = self._unmarked.get(key)
+        if found is None:
+            around = self._around_in(kind, self._blocks.index)
+            found = self._unmarked[key] = Unmarked(around, passing.marks)
+        return found
 
     # Blocks tells us of these.
 

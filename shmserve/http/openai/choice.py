@@ -17,7 +17,9 @@ from shmserve.http.detokenizer import escape
 from shmserve.http.in_flight import InFlight
 from shmserve.http.logprob_frames import ChatFrames, CompletionFrames, LogprobFrames
 from shmserve.http.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprobs
+from shmserve.http.openai.event_forms import HOLE, NUMBER, TEXT, around_hole, form_of
 from shmserve.http.openai.formats import Envelope, event, finish_word, stop_details
+from shmserve.http.ways import NO_MARKS, Made, PassedTokens, Passing, Unmarked, Way
 from shmserve.request import SamplingParams
 
 Delta = dict[str, Any]
@@ -34,6 +36,10 @@ class Splitter(Protocol):
     def is_reasoning(self) -> bool:
         """True while the text is inside the reasoning."""
 
+    @property
+    def passing(self) -> Passing | None:
+        """What `feed` would make of text that changes nothing; None while something is held, or every text matters."""
+
     def feed(self, text: str) -> list[Delta]:
         """The deltas that `text` completes; some of it may be held."""
 
@@ -42,7 +48,7 @@ class Splitter(Protocol):
 
 
 class Extras(msgspec.Struct, frozen=True):
-    """What one request wants of its choices beside text. The default is nothing: such a choice goes the pump's direct way."""
+    """What one request wants of its choices beside text. The default is nothing."""
 
     texts: TokenTexts | None = None  # with it, logprobs
     names: TokenTexts | None = None  # for those of the prompt
@@ -63,17 +69,13 @@ class Extras(msgspec.Struct, frozen=True):
     """The finish reason of a choice that ends with a call."""
 
     @property
-    def is_plain(self) -> bool:
-        return self.texts is None and self.is_plain_but_for_logprobs
-
-    @property
-    def is_plain_but_for_logprobs(self) -> bool:
-        return self.new_splitter is None and not (
-            self.with_token_ids or self.with_usage or self.with_timing
-        )
+    def num_numbers(self) -> int:
+        """In the event of one token, beside its text."""
+        return self.with_token_ids + self.with_timing + 2 * self.with_usage
 
 
 PLAIN: Final = Extras()
+_ALL_TEXT: Final = Passing("content")
 
 
 class OpenAIChoice:
@@ -97,12 +99,30 @@ class OpenAIChoice:
         self._offsets = CompletionLogprobs(extras.texts) if extras.texts is not None else None
         self._num_tokens = 0
         self.num_reasoning_tokens = 0
+        self._passed: PassedTokens | None = None
+        self._num_passed = 0
         self._entry: InFlight | None = None
-        self.around_text: tuple[bytes, bytes] | LogprobFrames | None = None
-        if extras.is_plain:
-            self.around_text = self._around()
-        elif extras.is_plain_but_for_logprobs:
-            self.around_text = self._frames()
+        self._ways: dict[Passing, tuple[bytes, bytes] | Unmarked | LogprobFrames] = {}
+        self._forms: dict[Passing, bytes] = {}
+        self._around: tuple[bytes, bytes] | None = None  # where every event is its text
+        if self._splitter is None and extras.texts is None and not extras.num_numbers:
+            self._around = self._ways[_ALL_TEXT] = self._around_in(self._with_text(HOLE))
+
+    @property
+    def way(self) -> Way | None:
+        passing = self._passing
+        if passing is None:
+            return None
+        if self._extras.num_numbers:
+            return Made(self._numbered, passing.marks) if self._extras.texts is None else None
+        found = self._ways.get(passing)
+        if found is None:
+            found = self._ways[passing] = self._way_in(passing)
+        return found
+
+    @property
+    def _passing(self) -> Passing | None:
+        return self._splitter.passing if self._splitter is not None else _ALL_TEXT
 
     @property
     def has_splitter(self) -> bool:
@@ -111,18 +131,22 @@ class OpenAIChoice:
     def attach(self, entry: InFlight) -> OpenAIChoice:
         """The request whose logprobs and counts this choice shows."""
         self._entry = entry
+        if self._splitter is not None:
+            entry.passed = self._passed = PassedTokens(len(entry.token_ids))
         return self
 
-    def _around(self) -> tuple[bytes, bytes]:
-        hole = "\x1a"  # escaped to six bytes
-        whole = event(self._chunk(self._with_text(hole)))
-        before, _, after = whole.rpartition(b"\\u001a")  # nothing behind the text is a client's
-        return (before, after)
+    def _around_in(self, inner: Delta) -> tuple[bytes, bytes]:
+        return around_hole(event(self._chunk(inner)))
 
-    def _frames(self) -> LogprobFrames:
-        """As `_around`, with a second hole for the logprobs."""
-        hole = "\x1a"
-        whole = event(self._chunk(self._with_text(hole), logprobs=hole))
+    def _way_in(self, passing: Passing) -> tuple[bytes, bytes] | Unmarked | LogprobFrames:
+        inner = self._with_text(HOLE, passing.key)
+        has_logprobs = self._extras.texts is not None
+        around = self._frames_in(inner) if has_logprobs else self._around_in(inner)
+        return around if passing.marks == NO_MARKS else Unmarked(around, passing.marks)
+
+    def _frames_in(self, inner: Delta) -> LogprobFrames:
+        """As `_around_in`, with a second hole for the logprobs."""
+        whole = event(self._chunk(inner, logprobs=HOLE))
         before, _, after = whole.rpartition(b'"\\u001a"')
         before, _, between = before.rpartition(b"\\u001a")
         around, texts = (before, between, after), self._extras.texts
@@ -132,8 +156,38 @@ class OpenAIChoice:
         assert self._offsets is not None
         return CompletionFrames(around, self._extras.num_top, texts, self._offsets)
 
-    def _with_text(self, text: str) -> Delta:
-        return {"delta": {"content": text}} if self._is_chat else {"text": text}
+    def _form_in(self, passing: Passing) -> bytes:
+        """An event of one token, with a hole for its text and for each number."""
+        more: dict[str, Any] = {}
+        if self._extras.with_token_ids:
+            more["token_ids"] = [HOLE]
+        if self._extras.with_timing:
+            more["timing"] = {"token_us": [HOLE]}
+        chunk = self._chunk(self._with_text(HOLE, passing.key), **more)
+        if self._extras.with_usage:
+            chunk["usage"] |= {"completion_tokens": HOLE, "total_tokens": HOLE}
+        return form_of(event(chunk), (), (TEXT, *[NUMBER] * self._extras.num_numbers))
+
+    def _numbered(self, piece: bytes, token_id: int) -> bytes:
+        """`delta` of one token that is whole text and passes."""
+        passing, extras = self._passing, self._extras
+        assert passing is not None, "who is asked for a frame was asked for the way"
+        form = self._forms.get(passing)
+        if form is None:
+            form = self._forms[passing] = self._form_in(passing)
+        self._num_tokens += 1
+        numbers: list[int] = []
+        if extras.with_token_ids:
+            numbers.append(token_id)
+        if extras.with_timing:
+            assert self._entry is not None and self._entry.timing is not None
+            numbers += self._entry.timing.take(1)
+        if extras.with_usage:
+            numbers += (self._num_tokens, extras.num_prompt_tokens + self._num_tokens)
+        return form % (piece, *numbers)
+
+    def _with_text(self, text: str, key: str = "content") -> Delta:
+        return {"delta": {key: text}} if self._is_chat else {"text": text}
 
     def _chunk(self, inner: Delta, **more: Any) -> dict[str, Any]:
         choice = {"index": self._index} | inner | {"logprobs": None, "finish_reason": None} | more
@@ -164,12 +218,14 @@ class OpenAIChoice:
         )
 
     def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
-        if isinstance(self.around_text, tuple):
-            before, after = self.around_text
+        if self._around is not None:
+            before, after = self._around
             return b"".join((before, escape(text), after)) if text else b""
         return self._events(self._split(text, len(token_ids)), token_ids)
 
     def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
+        if self._passed is not None and entry.finish is not None:
+            self._passed.ended(entry.finish.completion_tokens)
         deltas = self._split(text, len(token_ids))
         if self._splitter is not None:
             deltas += [{"delta": delta} for delta in self._splitter.finish()]
@@ -186,11 +242,18 @@ class OpenAIChoice:
 
     def _split(self, text: str, num_tokens: int) -> list[Delta]:
         if self._splitter is not None:
+            self._count_passed(self._splitter.is_reasoning)
             deltas = self._splitter.feed(text)
             # By where the text is behind these tokens: the mark that ends the reasoning is none of it.
             self.num_reasoning_tokens += num_tokens * self._splitter.is_reasoning
             return [{"delta": delta} for delta in deltas]
         return [self._with_text(text)] if text else []
+
+    def _count_passed(self, is_reasoning: bool) -> None:
+        """Tokens that were written past the splitter since it was last fed, when it was as it is now."""
+        if (passed := self._passed) is not None:
+            self.num_reasoning_tokens += is_reasoning * (passed.count - self._num_passed)
+            self._num_passed = passed.count
 
     def _events(self, deltas: list[Delta], token_ids: Sequence[int]) -> bytes:
         """One event a delta; what belongs to the tokens goes with the first. Tokens without text make an event only if they carry something."""

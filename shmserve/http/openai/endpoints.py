@@ -19,7 +19,8 @@ from shmserve.http import fields
 from shmserve.http.chat import plan_chat
 from shmserve.http.choice import Choice
 from shmserve.http.errors import ApiError, bad_field
-from shmserve.http.front_end import FrontEnd, Generation, Wanted, choices_of
+from shmserve.http.front_end import FrontEnd
+from shmserve.http.generation import Generation, Wanted, choices_of
 from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
 from shmserve.http.openai.choice import Extras, OpenAIChoice, Splitter, reasoning_tokens

@@ -12,6 +12,7 @@ from typing import Any
 from shmserve.http.errors import bad_field
 from shmserve.http.openai.choice import Delta, Splitter
 from shmserve.http.openai.schemas import ChatRequest
+from shmserve.http.ways import Passing
 
 
 def take_functions(parsed: ChatRequest) -> bool:
@@ -85,6 +86,10 @@ class FunctionSplitter:
     @property
     def is_reasoning(self) -> bool:
         return self._inner.is_reasoning
+
+    @property
+    def passing(self) -> Passing | None:
+        return self._inner.passing
 
     def feed(self, text: str) -> list[Delta]:
         return [_as_function(delta) for delta in self._inner.feed(text)]

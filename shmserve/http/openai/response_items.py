@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -16,15 +16,16 @@ from shmserve.http.detokenizer import escape_separators
 from shmserve.http.errors import ApiError
 from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.choice import Delta, Splitter
+from shmserve.http.openai.event_forms import HOLE, NUMBER, TEXT, form_of
 from shmserve.http.openai.formats import finish_word
+from shmserve.http.ways import Made, Passing
 
 _encode = msgspec.json.encode
+_CONTENT: Final = Passing("content")
 
 
 class ResponseChoice:
     """ChoiceFormat of a response, and its object (`whole`). `head` holds the fields that echo the request."""
-
-    around_text: tuple[bytes, bytes] | None = None  # every event has a number of its own
 
     def __init__(self, head: dict[str, Any], entry: InFlight, splitter: Splitter | None) -> None:
         self._head = head
@@ -35,6 +36,9 @@ class ResponseChoice:
         self._items: list[dict[str, Any]] = []
         self._kind: object = None  # of the item that is open
         self._num_reasoning_tokens = 0
+        self._passed: list[bytes] = []  # texts of the open item that are not yet in it, escaped
+        self._form = b""  # of an event with its text
+        self._form_index = -1  # of the item that the form was made for
 
     # -- streamed ---------------------------------------------------------------------------------------------------------
 
@@ -64,11 +68,31 @@ class ResponseChoice:
         self._tell("response.failed", response=response)
         return self._said()
 
-    def _tell(self, name: str, /, **fields: Any) -> None:
-        value = {"type": name, "sequence_number": self._sequence_number} | fields
+    @property
+    def way(self) -> Made | None:
+        passing = self._splitter.passing if self._splitter is not None else _CONTENT
+        if passing is None:
+            return None
+        kind = "reasoning" if passing.key == "reasoning_content" else "message"
+        if self._kind != kind:  # the next text begins an item
+            return None
+        return Made(self._piece, passing.marks)
+
+    def _piece(self, piece: bytes, token_id: int) -> bytes:
+        """`delta` of one token that is whole text, of the open item's kind."""
+        index = len(self._items) - 1
+        if self._form_index != index:
+            told = _event(*self._text_delta(HOLE), HOLE)
+            self._form_index, self._form = index, form_of(told, (), (NUMBER, TEXT))
+        self._num_reasoning_tokens += self._kind == "reasoning"
+        self._passed.append(piece)
+        number = self._sequence_number
         self._sequence_number += 1
-        data = escape_separators(_encode(value))
-        self._events.append(b"event: " + name.encode() + b"\ndata: " + data + b"\n\n")
+        return self._form % (number, piece)
+
+    def _tell(self, name: str, /, **fields: Any) -> None:
+        self._events.append(_event(name, fields, self._sequence_number))
+        self._sequence_number += 1
 
     def _said(self) -> bytes:
         said, self._events = b"".join(self._events), []
@@ -88,10 +112,10 @@ class ResponseChoice:
     def _take(self, delta: Delta) -> None:
         if text := delta.get("reasoning_content"):
             self._open("reasoning", {"type": "reasoning", "summary": [], "content": []}, "rs_")
-            self._add_text("reasoning_text", text)
+            self._add_text(text)
         if text := delta.get("content"):
             self._open("message", {"type": "message", "role": "assistant", "content": []}, "msg_")
-            self._add_text("output_text", text)
+            self._add_text(text)
         for call in delta.get("tool_calls", ()):
             function = call.get("function", {})
             if function.get("name") is not None:
@@ -124,14 +148,28 @@ class ResponseChoice:
             item["content"] = [part]
             self._tell("response.content_part.added", **self._at(), content_index=0, part=part)
 
-    def _add_text(self, name: str, text: str) -> None:
+    def _add_text(self, text: str) -> None:
+        self._settle()
         self._items[-1]["content"][0]["text"] += text
+        name, fields = self._text_delta(text)
+        self._tell(name, **fields)
+
+    def _text_delta(self, text: str) -> tuple[str, dict[str, Any]]:
+        """Name and fields of the event of new text in the open item."""
+        name = self._items[-1]["content"][0]["type"]
         more: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
-        self._tell(f"response.{name}.delta", **self._at(), content_index=0, delta=text, **more)
+        return f"response.{name}.delta", self._at() | {"content_index": 0, "delta": text} | more
+
+    def _settle(self) -> None:
+        """The open item has all of its text."""
+        if self._passed:
+            passed, self._passed = b"".join(self._passed), []
+            self._items[-1]["content"][0]["text"] += msgspec.json.decode(b'"%b"' % passed)
 
     def _close(self, status: str) -> None:
         if self._kind is None:
             return
+        self._settle()
         self._kind = None
         item = self._items[-1]
         item["status"] = status
@@ -176,6 +214,7 @@ class ResponseChoice:
         return self._response(self._status())
 
     def _response(self, status: str) -> dict[str, Any]:
+        self._settle()
         finish = self._entry.finish
         usage = None
         if finish is not None:
@@ -193,3 +232,8 @@ class ResponseChoice:
             "output": self._items,
             "usage": usage,
         }
+
+
+def _event(name: str, fields: dict[str, Any], sequence_number: Any) -> bytes:
+    value = {"type": name, "sequence_number": sequence_number} | fields
+    return b"event: " + name.encode() + b"\ndata: " + escape_separators(_encode(value)) + b"\n\n"

@@ -12,13 +12,14 @@ from msgspec.structs import replace
 
 from shmserve.http import fields
 from shmserve.http.errors import bad_field
+from shmserve.http.generation import Wanted
 from shmserve.http.openai.limits import Limits, limits_of
 from shmserve.http.openai.schemas import Beyond, ChatRequest, CompletionRequest, Sampling
 from shmserve.request import SamplingParams
 
 if TYPE_CHECKING:
     from shmserve.http.chat import ChatPlan
-    from shmserve.http.front_end import FrontEnd, Wanted
+    from shmserve.http.front_end import FrontEnd
 
 _SHARED = ("temperature", "top_p", "top_k", *Beyond.__struct_fields__)
 
@@ -46,8 +47,6 @@ async def single_wanted(
     stop_name: str = "stop",
 ) -> Wanted:
     """The completion of an API that has one; `most` is (name, value) of its limit of tokens. Raises ApiError 400."""
-    from shmserve.http.front_end import Wanted  # it imports the templates, which import the schemas
-
     ids = await front.tokenizer.encode(plan.prompt, add_bos=False)
     room = front.room_for(len(ids), prompt_name)
     limit = most_tokens(*most, room, room)

@@ -112,10 +112,10 @@ static void norm_and_quantize(const Engine *e, const Room *room, const float *we
 static void panel_product(const Matrix *m, int panel, const Rows *x, int num_rows, float *out, int64_t stride,
                           bool is_added, const float *bias, WideBlock4 *wide) {
     Panel p = open_panel(m, panel, num_rows, wide);
-    float sums[TILE_ROWS][COLUMNS];
+    float sums[MOST_ROWS][COLUMNS];
     out += panel * COLUMNS;
-    for (int row = 0; row < num_rows; row += TILE_ROWS) {
-        int n = least_int(TILE_ROWS, num_rows - row);
+    for (int row = 0, n; row < num_rows; row += n) {
+        n = least_int(rows_of_tile(p), num_rows - row);
         tile(p, n, x, row, sums);
         for (int r = 0; r < n; r++) {
             float *to = out + (row + r) * stride;
@@ -137,9 +137,9 @@ static void gate_up_group(const Engine *e, const Layer *l, int group, Room *room
         gate[half] = open_panel(&l->gate, 2 * group + half, num_rows, room->wide + 2 * half * groups);
         up[half] = open_panel(&l->up, 2 * group + half, num_rows, room->wide + (2 * half + 1) * groups);
     }
-    for (int row = 0; row < num_rows; row += TILE_ROWS) {
-        int n = least_int(TILE_ROWS, num_rows - row);
-        float gates[TILE_ROWS][COLUMNS], ups[TILE_ROWS][COLUMNS], acted[TILE_ROWS][GROUP];
+    float gates[MOST_ROWS][COLUMNS], ups[MOST_ROWS][COLUMNS], acted[MOST_ROWS][GROUP];
+    for (int row = 0, n; row < num_rows; row += n) {
+        n = least_int(rows_of_tile(gate[0]), num_rows - row);
         for (int half = 0; half < 2; half++) {
             tile(gate[half], n, &e->normed, row, gates);
             tile(up[half], n, &e->normed, row, ups);
@@ -362,6 +362,7 @@ static void layer_item(const Engine *e, int layer, int phase, int item, Room *ro
         case GATE_UP: gate_up_group(e, l, i, room); break;
         case DOWN: panel_product(&l->down, i, &e->acted, rows, e->h, e->hidden_stride, true, NULL, room->wide); break;
         }
+    amx_end();
 }
 
 static void phase_item(void *job, int phase, int item, int thread) {
@@ -388,6 +389,7 @@ static void phase_item(void *job, int phase, int item, int thread) {
         int units = units_of_panels(e, &m->head, m->head.num_panels, s->num_samples);
         for (int i = item * units; i < least_int((item + 1) * units, m->head.num_panels); i++)
             panel_product(&m->head, i, &e->normed, s->num_samples, s->logits, stride, false, NULL, room->wide);
+        amx_end();
         break;
     }
     case GREEDY: s->greedy[item] = first_of_largest(s->logits + item * stride, m->vocab_size); break;
@@ -504,6 +506,12 @@ void shm_engine_run(Engine *e, const Step *step) {
 
 const char *shm_variant(void) { return SHM_VARIANT; }
 
+/* Whether there is code for AMX here; none of it runs before shm_use_amx. */
+int shm_has_amx(void) { return HAS_AMX; }
+
+/* Switches it on or off for all engines of the process, between their steps. 0, or the errno with which the kernel refuses. */
+int shm_use_amx(int32_t is_wanted) { return amx_switch(is_wanted); }
+
 /* Sizes of the structs, so that the binding can check its own description. */
 void shm_struct_sizes(int32_t sizes[4]) {
     sizes[0] = sizeof(Matrix);
@@ -523,6 +531,7 @@ int shm_matmul(const Matrix *m, int32_t num_rows, const float *x, float *out) {
                 quantize_group(x + ((int64_t)row * m->num_groups + g) * GROUP, &rows, row, g);
         for (int panel = 0; panel < m->num_panels; panel++)
             panel_product(m, panel, &rows, num_rows, out, (int64_t)m->num_panels * COLUMNS, false, NULL, wide);
+        amx_end();
     }
     free(wide);
     free_rows(&rows);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ class Library:
         c.shm_engine_free.restype = None
         c.shm_engine_free.argtypes = (c_void_p,)
         c.shm_variant.restype = ctypes.c_char_p
+        c.shm_use_amx.argtypes = (c_int32,)
         c.shm_matmul.argtypes = (c_void_p, c_int32, c_void_p, c_void_p)
         c.shm_exp.argtypes = (c_void_p, c_int32)
         c.shm_halves.argtypes = c.shm_floats.argtypes = (c_void_p, c_void_p, c_int32)
@@ -93,13 +95,25 @@ class Library:
         ours = [ctypes.sizeof(kind) for kind in (_Matrix, _Layer, _Model, _Step)]
         if list(sizes) != ours:
             raise KernelsError(f"{path}: its structs have {list(sizes)} bytes, not {ours}")
-        self.c = c
+        self.c, self.path = c, path
+        self.has_amx = bool(c.shm_has_amx())
+        self.uses_amx = False
 
     @property
     def variant(self) -> str:
-        """Which code was compiled: avx512-vnni, avx-vnni, avx2 or portable."""
+        """Which code runs: avx512-vnni, avx512-vnni-amx once that is switched on, avx-vnni, avx2 or portable."""
         name: bytes = self.c.shm_variant()
-        return name.decode()
+        return name.decode() + ("-amx" if self.uses_amx else "")
+
+    def use_amx(self, is_wanted: bool) -> None:
+        """Let the rows of prompts be multiplied by AMX, or not; in all engines of the process, between their steps.
+
+        Raises KernelsError if there is no such code, or the kernel does not give this process the tiles.
+        """
+        refused = int(self.c.shm_use_amx(is_wanted))
+        self.uses_amx = is_wanted and not refused
+        if refused:
+            raise KernelsError(f"the kernel gives this process no tiles: {os.strerror(refused)}")
 
     def matmul(self, matrix: PackedMatrix, x: F4) -> F4:
         """x [rows, groups * 32], quantised, times the matrix: [rows, panels * 16]."""

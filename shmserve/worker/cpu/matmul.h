@@ -20,6 +20,7 @@
 #include "vector.h"
 
 #include <stdbool.h>
+#include <stddef.h>
 
 enum { COLUMNS = 16, GROUP = 32 };
 
@@ -346,6 +347,8 @@ INLINE void tile8(const int n, const uint8_t *panel, const Rows *x, int64_t row,
 
 #endif
 
+#include "amx.h"
+
 /* The row count is a constant in each call, so that the compiler keeps the sums in registers. */
 #define FOR_ROW_COUNT(n, CALL)                                                                                                 \
     switch (n) {                                                                                                               \
@@ -363,17 +366,26 @@ INLINE void tile8(const int n, const uint8_t *panel, const Rows *x, int64_t row,
 typedef struct {
     const uint8_t *blocks;
     int bits;
-    bool is_wide;
+    bool is_wide, uses_amx;
 } Panel;
+
+/* Rows that `tile` computes at once: at most MOST_ROWS. */
+enum { MOST_ROWS = HAS_AMX ? AMX_ROWS : TILE_ROWS };
+
+INLINE int rows_of_tile(Panel p) { return HAS_AMX && p.uses_amx ? AMX_ROWS : TILE_ROWS; }
 
 /* Widening costs a pass over the panel and saves a fifth of each tile: it pays from about this many rows on. */
 enum { WIDE_ROWS = 32 };
+_Static_assert(!HAS_AMX || (int)AMX_ROWS >= (int)WIDE_ROWS, "AMX reads 4-bit blocks where they are wide");
 
-/* `room` holds num_groups wide blocks. */
+/* For the rows 0 .. num_rows - 1. `room` holds num_groups wide blocks. */
 static Panel open_panel(const Matrix *m, int panel, int num_rows, WideBlock4 *room) {
     const Block4 *block = (const Block4 *)panel_of(m, panel);
-    if (!USES_WIDE_BLOCKS || m->bits != 4 || num_rows < WIDE_ROWS)
-        return (Panel){(const uint8_t *)block, m->bits, false};
+    const bool uses_amx = amx_serves(num_rows);
+    if (uses_amx)
+        amx_begin();
+    if (!(USES_WIDE_BLOCKS || uses_amx) || m->bits != 4 || num_rows < WIDE_ROWS)
+        return (Panel){(const uint8_t *)block, m->bits, false, uses_amx};
     for (int g = 0; g < m->num_groups; g++) {
         for (int line = 0; line < 5; line++)
             __builtin_prefetch((const char *)(block + g + 6) + 64 * line);
@@ -384,12 +396,14 @@ static Panel open_panel(const Matrix *m, int panel, int num_rows, WideBlock4 *ro
                 room[g].w[j + 4][i] = block[g].w[j][i] >> 4;
             }
     }
-    return (Panel){(const uint8_t *)room, 4, true};
+    return (Panel){(const uint8_t *)room, 4, true, uses_amx};
 }
 
-/* out[r] = the panel's 16 columns for rows row .. row + n - 1; 1 <= n <= TILE_ROWS. */
+/* out[r] = the panel's 16 columns for rows row .. row + n - 1; 1 <= n <= rows_of_tile. */
 static __attribute__((noinline)) void tile(Panel p, int n, const Rows *x, int64_t row, float (*out)[COLUMNS]) {
-    if (p.bits == 8) {
+    if (HAS_AMX && p.uses_amx) {
+        amx_tile(p.bits, p.blocks, n, x, row, out);
+    } else if (p.bits == 8) {
 #define CALL(N) tile8(N, p.blocks, x, row, out)
         FOR_ROW_COUNT(n, CALL)
 #undef CALL

@@ -19,6 +19,7 @@ import numpy as np
 
 from shmserve.model_cache import cache_root
 from shmserve.worker.batch import I4, Batch, PromptPart, PromptScores, StepOutput
+from shmserve.worker.cpu import amx
 from shmserve.worker.cpu.build import KernelsError, compiled_library
 from shmserve.worker.cpu.library import KV_TILE, Engine, Library, block_bytes
 from shmserve.worker.cpu.loading import load_model, open_source
@@ -61,6 +62,7 @@ class CpuRunner:
         progress: Progress,
         num_token_ids: int | None = None,
         cache: Path | None = None,
+        may_use_amx: bool = True,
     ) -> None:
         if block_size % KV_TILE:
             raise KernelsError(f"block size {block_size} is not a multiple of {KV_TILE} tokens")
@@ -69,6 +71,8 @@ class CpuRunner:
         progress("compiling the CPU kernels", 0.0)
         library = Library(compiled_library(cache or cache_root()))
         check(library)
+        if may_use_amx:
+            amx.switch_on(library)
         per_block = block_bytes(config.num_layers, config.num_kv_heads, config.head_dim, block_size)
         name = f"cpu-{library.variant}"
         info = sized(name, config, per_block, max_model_len, kv_cache_bytes, block_size)

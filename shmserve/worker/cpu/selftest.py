@@ -57,6 +57,35 @@ def check(library: Library) -> None:
         raise KernelsError(f"{library.variant}: the logits are off by {error:.3g} of their size")
 
 
+def check_amx(library: Library) -> None:
+    """Raise KernelsError if a prompt has other logits, in a single bit, by AMX than without; leaves AMX on.
+
+    The toy's prompt is a whole pair of tiles and a part of one, its groups are odd and even in number, its matrices have 4 and 8 bits.
+    """
+    model, ids = toy_model(1), (np.arange(TOY_TOKENS, dtype=np.int32) * 11) % 61
+    engine = Engine(
+        library,
+        model,
+        num_blocks=4,
+        block_size=16,
+        max_tokens=TOY_TOKENS,
+        max_samples=TOY_TOKENS,
+        num_threads=2,
+    )
+    try:
+        found = []
+        for is_wanted in (False, True):
+            library.use_amx(is_wanted)
+            rows, _ = engine.run(chunk(ids, 0, [1, 3, 2]), np.arange(TOY_TOKENS, dtype=np.int32))
+            found.append(rows.copy())
+    finally:
+        engine.close()
+    without, with_amx = found
+    if not np.array_equal(without, with_amx):
+        count = int((without != with_amx).any(axis=1).sum())
+        raise KernelsError(f"{count} of {TOY_TOKENS} rows have other logits than without it")
+
+
 def chunk(ids: I4, start: int, blocks: list[int]) -> Batch:
     """One sequence that computes `ids` from position `start`, in `blocks` of 16."""
     positions = np.arange(start, start + len(ids), dtype=np.int32)

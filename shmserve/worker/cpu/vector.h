@@ -17,6 +17,9 @@
 #define SHM_AVX2 1
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define SHM_AVX512_VNNI 1
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__)
+#define SHM_AMX 1
+#endif
 #endif
 #endif
 #endif

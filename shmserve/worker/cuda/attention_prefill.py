@@ -20,7 +20,8 @@ BLOCK_M = 64
 BLOCK_N = 32
 
 
-@triton.jit
+# A version of the kernel for each kind of number would be compiled when the first such batch comes.
+@triton.jit(do_not_specialize=["first_sequence"])
 def _attend_chunk(
     q,
     keys,
@@ -31,6 +32,7 @@ def _attend_chunk(
     out,
     scale,
     table_width,
+    first_sequence,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NUM_Q: tl.constexpr,
@@ -43,7 +45,8 @@ def _attend_chunk(
     BLOCK_D: tl.constexpr,
     DOT_F32: tl.constexpr,
 ):
-    tile, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence = first_sequence + tl.program_id(2)
     begin = tl.load(cu_seqlens + sequence)
     num_queries = tl.load(cu_seqlens + sequence + 1) - begin
     first_query = tile * TILE_TOKENS
@@ -94,6 +97,7 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    first: int = 0,
 ) -> None:
     """See reference.prefill_attention."""
     num_q, dim = q.shape[1:]
@@ -104,8 +108,19 @@ def prefill_attention(
     tile_tokens = block_m // group
     launch.run(
         _attend_chunk,
-        (-(-max_query_len // tile_tokens), num_kv, len(kv_lens)),
-        (q, k_cache, v_cache, block_table, cu_seqlens, kv_lens, out, scale, block_table.shape[1]),
+        (-(-max_query_len // tile_tokens), num_kv, len(kv_lens) - first),
+        (
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            cu_seqlens,
+            kv_lens,
+            out,
+            scale,
+            block_table.shape[1],
+            first,
+        ),
         {
             "WINDOW": window,
             "SOFTCAP": softcap,

@@ -37,8 +37,8 @@ ALIGN_WORDS = 4  # 16 bytes: what kernels load at once
 
 TOKEN_FIELDS = ("token_ids", "carried", "positions", "kv_slots")
 SEQ_FIELDS: tuple[str, ...] = ("table_rows", "kv_lens", "last_tokens", "draw_positions")
-SEQ_FIELDS += ("temperature", "min_p", "seeds", "cu_seqlens")
-FLOAT_FIELDS = ("temperature", "min_p")
+SEQ_FIELDS += ("temperature", "min_p", "top_k", "top_p", "seeds", "cu_seqlens")
+FLOAT_FIELDS = ("temperature", "min_p", "top_p")
 NUM_RESULTS = (
     3  # words of a sampled row: its id, the bits of its logprob, whether its logits were not finite
 )
@@ -87,6 +87,8 @@ class Inputs:
     draw_positions: Tensor
     temperature: Tensor
     min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
     seeds: Tensor
     cu_seqlens: Tensor
     block_tables: Tensor
@@ -122,6 +124,7 @@ class StepBuffers:
         )
         self.tables = torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self._known: I4 = np.zeros((num_rows + 1, max_blocks), np.int32)  # what the device has
+        self._newest_table: I4 | None = None  # all of it is known
         # Sampled ids and the bits of their logprobs; the next step reads the ids of carried rows here.
         self.results = torch.zeros((NUM_RESULTS, max_num_seqs), dtype=torch.int32, device=device)
         self._landed = [link.host_words(NUM_RESULTS * max_num_seqs) for _ in range(NUM_SLOTS)]
@@ -207,16 +210,23 @@ class StepBuffers:
             last[:] = np.arange(layout.num_seqs)
         positions = sampling.position[rows]
         if carried is not None:
-            words[layout.place("carried")][: len(carried)] = carried
-            positions = positions + 1  # the token that it carries has not been counted yet
+            # Whoever carries a token computes no other: its row is where its sequence begins.
+            words[layout.place("carried")][batch.cu_seqlens[:-1]] = carried
+            # The token that it carries has not been counted yet.
+            positions = positions + (carried[batch.sample_seqs] >= 0)
         put("draw_positions", positions)
         temperature = np.where(sampling.is_greedy(rows), np.float32(0), sampling.temperature[rows])
         put("temperature", temperature.view(np.int32))
         put("min_p", sampling.min_p[rows].view(np.int32))
+        put("top_k", sampling.top_k[rows])
+        put("top_p", sampling.top_p[rows].view(np.int32))
         put("seeds", sampling.seed[rows].view(np.int32))
 
     def _write_changes(self, words: I4, batch: Batch) -> int:
         """Entries of the tables that the device does not have yet: places, then blocks."""
+        if batch.block_table is self._newest_table:
+            return 0  # of the same rows: as long as no table changes, a decode set has the same array in all its steps
+        self._newest_table = batch.block_table
         width = batch.block_table.shape[1]
         index, column = np.nonzero(self._known[batch.rows, :width] != batch.block_table)
         count = index.shape[0]

@@ -40,11 +40,16 @@ class NoCapture:
 
 class CudaCapture:
     """CUDA graphs that share one memory pool. `others_run`: threads of libraries ask for the state of the GPU meanwhile, as NCCL's watchdog
-    does, which is no reason for the record to fail."""
+    does, which is no reason for the record to fail.
+
+    All that it has recorded lives as long as it does. torch records nothing more into a pool whose graphs are all gone (an internal
+    assertion fails), and a graph that goes takes along cuBLAS's workspace of the stream that all of them were recorded in.
+    """
 
     def __init__(self, others_run: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._error_mode = "thread_local" if others_run else "global"
+        self._recorded: list[torch.cuda.CUDAGraph] = []
 
     def record(self, work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
@@ -52,6 +57,7 @@ class CudaCapture:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):
             work()
         torch.cuda.synchronize()
+        self._recorded.append(graph)
         replay: Work = graph.replay
         return replay
 

@@ -87,8 +87,12 @@ class DeviceModel:
         )
         self._sample = SampleScratch.allocate(seqs, vocab_size, device)
 
-    def compute(self, inputs: Inputs, max_query_len: int) -> None:
-        """Hidden states of all token rows, and their keys and values into the cache. `max_query_len` 1: all rows decode."""
+    def compute(self, inputs: Inputs, max_query_len: int, num_single: int = 0) -> None:
+        """Hidden states of all token rows, and their keys and values into the cache. `max_query_len` 1: all rows decode.
+
+        The first `num_single` sequences have one token each, like rows that decode, and attend as those do: their contexts are cut
+        into splits, where a chunk's tile would go through a long one all alone.
+        """
         c, w, ops = self.config, self._weights, self._ops
         count, num_seqs = inputs.token_ids.shape[0], inputs.kv_lens.shape[0]
         residual, normed = self._residual[:count], self._normed[:count]
@@ -101,7 +105,7 @@ class DeviceModel:
                 ops.add_rms_norm(residual, None, layer.attention_norm, normed, c.norm_eps)
             else:
                 ops.add_rms_norm(branch, residual, layer.attention_norm, normed, c.norm_eps)
-            self._attend(index, layer, inputs, tables, max_query_len)
+            self._attend(index, layer, inputs, tables, max_query_len, num_single)
             self._linear(attended.view(count, -1), layer.output, layer.output_bias, branch)
             self._sum(branch)
             self._norm_branch(branch, layer.attention_branch_norm)
@@ -115,7 +119,13 @@ class DeviceModel:
         ops.add_rms_norm(branch, residual, w.final_norm, normed, c.norm_eps)
 
     def _attend(
-        self, index: int, layer: LayerWeights, inputs: Inputs, tables: Tensor, max_query_len: int
+        self,
+        index: int,
+        layer: LayerWeights,
+        inputs: Inputs,
+        tables: Tensor,
+        max_query_len: int,
+        num_single: int,
     ) -> None:
         c, ops, count = self.config, self._ops, inputs.token_ids.shape[0]
         qkv, query = self._qkv[:count], self._query[:count]
@@ -130,12 +140,13 @@ class DeviceModel:
             self._attention.attend(index, query, keys, values, out)
             return
         how = (self._scale, c.sliding_windows[index] or 0, c.attention_softcap or 0.0)
-        cache = (query, keys, values, tables)
-        if max_query_len == 1:
-            ops.decode_attention(*cache, inputs.kv_lens, out, self._decode, *how)
-        else:
-            lengths = (inputs.cu_seqlens, inputs.kv_lens)
-            ops.prefill_attention(*cache, *lengths, out, max_query_len, *how)
+        n = count if max_query_len == 1 else num_single
+        if n:
+            rows = (query[:n], keys, values, tables[:n], inputs.kv_lens[:n], out[:n])
+            ops.decode_attention(*rows, self._decode, *how)
+        if n < inputs.kv_lens.shape[0]:
+            chunks = (query, keys, values, tables, inputs.cu_seqlens, inputs.kv_lens, out)
+            ops.prefill_attention(*chunks, max_query_len, *how, first=n)
 
     def sample(self, inputs: Inputs, num_samples: int) -> None:
         """Logits of the first `num_samples` of `last_tokens`, and a token of each into the result buffers."""
@@ -154,8 +165,9 @@ class DeviceModel:
                 return
         self._cap(logits)
         results = (buffers.sampled_ids[:n], buffers.sampled_logprobs[:n], buffers.failures[:n])
-        draws = (inputs.temperature[:n], inputs.min_p[:n], inputs.seeds[:n])
-        self._ops.sample(logits, *draws, inputs.draw_positions[:n], *results, self._sample)
+        limits = (inputs.temperature[:n], inputs.min_p[:n], inputs.top_k[:n], inputs.top_p[:n])
+        draws = (inputs.seeds[:n], inputs.draw_positions[:n])
+        self._ops.sample(logits, *limits, *draws, *results, self._sample)
         if share is not None:
             share.tell_drawn(buffers.sampled_ids[:n])
 

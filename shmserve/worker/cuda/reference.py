@@ -16,6 +16,7 @@ Names of sizes: T tokens, S sequences, B rows of a decode step, R sampled rows, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shmserve.worker import philox
+from shmserve.worker import philox, sampler
 
 MAX_GEMV_ROWS = 8
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 32
 SAMPLE_CHUNK = 4096
-"""Token ids that one program of the sampling kernels looks at."""
+"""Token ids that one program of the sampling kernels looks at: whole buckets of sampler.py."""
 
 
 def split_tokens(max_model_len: int) -> int:
@@ -70,12 +71,20 @@ class DecodeScratch:
 
 @dataclass(frozen=True, slots=True)
 class SampleScratch:
-    """Per row and chunk of SAMPLE_CHUNK ids, f32[R, chunks]: largest logit, sum of exp(logit - largest), best score; its id i32."""
+    """Per row and chunk of SAMPLE_CHUNK ids, f32[R, chunks]: largest logit, sum of exp(logit - largest), best score of an id and of a
+    bucket. i32[R, chunks]: that id, that bucket, and how many ids are kept. i32[R]: the last id that top-k and top-p leave, by the order
+    of its logit and by itself, and whether a row has any limit."""
 
     largest: Tensor
     total: Tensor
     score: Tensor
+    bucket_score: Tensor
     token_id: Tensor
+    bucket_id: Tensor
+    num_kept: Tensor
+    last_key: Tensor
+    last_id: Tensor
+    limited: Tensor
 
     @classmethod
     def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
@@ -84,8 +93,10 @@ class SampleScratch:
         def zeros(dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        f32 = torch.float32
-        return cls(zeros(f32), zeros(f32), zeros(f32), zeros(torch.int32))
+        floats = [zeros(torch.float32) for _ in range(4)]
+        ints = [zeros(torch.int32) for _ in range(3)]
+        rows = [torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(3)]
+        return cls(*floats, *ints, *rows)
 
 
 def embed(
@@ -203,15 +214,17 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    first: int = 0,
 ) -> None:
     """Ragged chunks, each the last tokens of its sequence, causal over the cache (their own keys are in it already).
 
     Query i of sequence s is at position kv_lens[s] - (its query count) + i. `max_query_len` is the longest chunk or more.
+    Sequences before number `first` are left out: what `out` holds for them stays.
 
     q, out T[T, Q, D]; caches as for decode; block_table i32[S, M]; cu_seqlens i32[S + 1]; kv_lens i32[S]
     """
     bounds = cu_seqlens.tolist()
-    for s, length in enumerate(kv_lens.tolist()):
+    for s, length in list(enumerate(kv_lens.tolist()))[first:]:
         rows = slice(bounds[s], bounds[s + 1])
         attended = _attend(
             q[rows], k_cache, v_cache, block_table[s], length, scale, window, softcap
@@ -283,6 +296,8 @@ def sample(
     logits: Tensor,
     temperatures: Tensor,
     min_p: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
     out_ids: Tensor,
@@ -290,12 +305,15 @@ def sample(
     failed: Tensor,
     scratch: SampleScratch,
 ) -> None:
-    """One id a row. Temperature 0: the largest logit, the lowest id of several. Else the largest of logit / temperature +
-    Gumbel (philox.gumbels of seed, position, token id), over ids of at least min_p times the likeliest one's probability.
+    """One id a row, by the rule of sampler.py. Temperature 0: the largest logit, the lowest id of several. Else a draw, over ids of at
+    least min_p times the likeliest one's probability, of them the top_k likeliest (0: all), of those the likeliest ones that together have
+    top_p of their weight (1: all). Where a limit leaves HEAD ids or fewer: the largest of logit / temperature + Gumbel (philox.gumbels
+    of seed, position, token id). Else the same among buckets of BUCKET neighbouring ids, by the sum of their weights and numbers of a
+    domain of their own, and then among the ids of the one bucket.
 
     out_logprobs is the raw log-softmax of the id. A row with NaN, +inf or nothing above -inf: failed 1, id 0, logprob 0.
 
-    logits T or f32[R, V]; temperatures, min_p f32[R]; seeds i64[R] (the bits of a u64); positions i32[R];
+    logits T or f32[R, V]; temperatures, min_p, top_p f32[R]; top_k i32[R]; seeds i64[R] (the bits of a u64); positions i32[R];
     out_ids, failed i32[R]; out_logprobs f32[R]; scratch for >= R rows
     """
     for row, x in enumerate(logits.float()):
@@ -307,17 +325,55 @@ def sample(
         scores, temperature = x, float(temperatures[row])
         if temperature > 0:
             scores = (x - largest) / temperature
-            kept = scores >= torch.log(min_p[row])
-            scores = torch.where(
-                kept, scores + _gumbels(seeds[row], positions[row], len(x)), -torch.inf
-            )
-        chosen = int((scores == scores.max()).nonzero()[0])
+            limits = (float(min_p[row]), int(top_k[row]), float(top_p[row]))
+            kept = _kept(x, scores, *limits)
+            scores = torch.where(kept, scores, -torch.inf)
+            is_few = limits != (0.0, 0, 1.0) and int(kept.sum()) <= sampler.HEAD
+            chosen = _drawn(scores, seeds[row], positions[row], is_few)
+        else:
+            chosen = _first_of_largest(scores)
         out_ids[row] = chosen
         out_logprobs[row] = x[chosen] - x.logsumexp(0)
 
 
-def _gumbels(seed: Tensor, position: Tensor, count: int) -> Tensor:
+def _kept(x: Tensor, log_weights: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+    """Which ids of a row the limits leave, bool[V]."""
+    is_candidate = x > -torch.inf
+    if min_p > 0:
+        is_candidate &= log_weights >= math.log(min(min_p, 1.0))
+    order = x.sort(descending=True, stable=True).indices  # of equal ones the lower id first
+    order = order[is_candidate[order]]
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1:
+        weights = log_weights[order].double().exp()
+        before = weights.cumsum(0) - weights
+        order = order[: max(1, int((before < top_p * weights.sum()).sum()))]
+    kept = torch.zeros_like(is_candidate)
+    kept[order] = True
+    return kept
+
+
+def _drawn(log_weights: Tensor, seed: Tensor, position: Tensor, is_few: bool) -> int:
+    """An id in proportion to the weights, from all of them, or from those of a bucket that is drawn first."""
+    first, size = 0, len(log_weights)
+    if not is_few:
+        size = sampler.BUCKET
+        padded = F.pad(log_weights, (0, -len(log_weights) % size), value=-torch.inf)
+        masses = padded.view(-1, size).logsumexp(1)
+        domain = philox.DOMAIN_BUCKET
+        first = size * _first_of_largest(masses + _gumbels(seed, position, 0, len(masses), domain))
+        log_weights = padded[first : first + size]
+    noise = _gumbels(seed, position, first, size, philox.DOMAIN_TOKEN)
+    return first + _first_of_largest(log_weights + noise)
+
+
+def _first_of_largest(values: Tensor) -> int:
+    return int((values == values.max()).nonzero()[0])
+
+
+def _gumbels(seed: Tensor, position: Tensor, first: int, count: int, domain: int) -> Tensor:
     words = np.array(int(seed), np.int64).view(np.uint64)
-    ids = np.arange(count, dtype=np.uint64)
-    drawn = philox.gumbels(words, np.array(int(position), np.uint64), ids)
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    drawn = philox.gumbels(words, np.array(int(position), np.uint64), numbers, domain)
     return torch.from_numpy(drawn).float().to(seed.device)

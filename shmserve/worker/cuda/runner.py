@@ -2,8 +2,8 @@
 
 Owns: the way from a `Batch` to a launched step and from the device's results to a `StepOutput`. Never: knows a request, chooses
 blocks, or reads a result before it is asked to. Decode steps are replayed from the graph of their bucket; steps with prompts are
-launched kernel by kernel. Rows whose token the sampling kernel cannot choose (penalties, bias, grammar, top-k, top-p, most
-likely tokens) are sampled on the host when the step is collected, and cannot be followed ahead (`can_carry`).
+launched kernel by kernel. Rows whose token the sampling kernels cannot choose (penalties, bias, grammar, most likely tokens) are
+sampled on the host when the step is collected, and cannot be followed ahead (`can_carry`).
 
 The device is a parameter, so that the tests run all of it on the CPU, with the reference operations or Triton's interpreter.
 Worker's main thread only.
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULT_KV_FRACTION = 0.85  # of the memory that is free once the weights are loaded
 MAX_IN_FLIGHT = 2
+LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class CudaRunner:
                 max_blocks = -(-info.max_model_len // block_size)
                 is_cuda = target.type == "cuda"
                 link = link or (CudaLink(target) if is_cuda else HostLink())
-                ops = ops or triton_ops()
+                ops = ops or kernels()
                 self._attention = attention_for(
                     attention_backend,
                     ops.name,
@@ -232,7 +233,9 @@ class CudaRunner:
         if bucket is not None:
             self._graphs.replay(bucket)
         elif batch.num_tokens:
-            self._model.compute(inputs, int(np.diff(batch.cu_seqlens).max()))
+            counts = np.diff(batch.cu_seqlens)
+            num_single = int((counts == 1).cumprod().sum())  # those that stand in front
+            self._model.compute(inputs, int(counts.max()), num_single)
             if num_samples:
                 self._model.sample(inputs, num_samples)
 
@@ -298,21 +301,42 @@ class CudaRunner:
 
 
 def _needs_host(rows: I4, sampling: SamplingState) -> np.ndarray:
-    """Rows whose token the sampling kernel cannot choose, or of which more is asked than its logprob."""
-    is_limited = (sampling.top_p[rows] < 1) | (sampling.top_k[rows] > 0)
-    result: np.ndarray = is_limited & ~sampling.is_greedy(rows)
-    return result | (sampling.num_logprobs[rows] > 0) | sampling.is_edited(rows)
+    """Rows whose token the sampling kernels cannot choose, or of which more is asked than its logprob."""
+    result: np.ndarray = (sampling.num_logprobs[rows] > 0) | sampling.is_edited(rows)
+    return result
 
 
 def checked_device(name: str) -> torch.device:
-    """The device; ModelLoadError, one line, if there is none."""
+    """The device, which is this thread's current one from now on: kernels and events know no other.
+
+    ModelLoadError, one line, if there is none, or one that the kernels cannot be compiled for.
+    """
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         build = torch.version.cuda or "no CUDA at all"
         raise ModelLoadError(
             f"--runner cuda: torch {torch.__version__} sees no CUDA device (it is built for {build})"
         )
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        found, least = (f"{major}.{minor}" for major, minor in (capability, LEAST_CAPABILITY))
+        raise ModelLoadError(
+            f"--runner cuda: {device} has compute capability {found}, the kernels need {least} or more (for bfloat16)"
+        )
+    torch.cuda.set_device(device)
     return device
+
+
+def kernels() -> Ops:
+    """ModelLoadError, one line, without triton."""
+    try:
+        return triton_ops()
+    except ImportError as error:
+        raise ModelLoadError(f"--runner cuda: its kernels need triton: {error}") from None
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:

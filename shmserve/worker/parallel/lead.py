@@ -190,7 +190,7 @@ def _of_cpu(config: WorkerConfig, model: PreparedModel, kind: Kind) -> dict[str,
     bytes_of = bfloat16_bytes if keeps_bf16 else float32_bytes
     refuse_without_room(model.weights, bytes_of, available_bytes())
     if kind == "hf":
-        from shmserve.worker.hf_runner import config_of, folder_of, refuse_unshared
+        from shmserve.worker.hf_loading import config_of, folder_of, refuse_unshared
 
         if (
             model.format == "safetensors"

@@ -17,13 +17,13 @@ from shmserve.config import Config, WorkerConfig
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
 from shmserve.token_bytes import TokenBytes
-from shmserve.worker import __main__ as worker_main
 from shmserve.worker.batch import PromptPart
 from shmserve.worker.cpu.build import KernelsError
 from shmserve.worker.cpu.library import block_bytes
 from shmserve.worker.cpu.runner import SCORED_TOGETHER, CpuRunner, default_num_threads
 from shmserve.worker.models.attention import AttentionPlan
 from shmserve.worker.models.config import ModelLoadError
+from shmserve.worker.runner_choice import build_runner
 from shmserve.worker.sampler import sample
 from shmserve.worker.sampling_state import SamplingState
 from shmserve.worker.torch_runner import TorchRunner
@@ -316,10 +316,7 @@ def built(tmp_path, monkeypatch, cache: Path, **worker):
     config = Config(worker=WorkerConfig(kv_cache_bytes=1 << 20, **worker))
     model = prepared(toy_folder(tmp_path / "model"))
     TokenBytes.from_list([b"a"] * 50).save(model.folder / "token_bytes.bin")
-    stand_in = SimpleNamespace(
-        joined=SimpleNamespace(config=config), model=model, progress=lambda what, share: None
-    )
-    return worker_main.build_runner(stand_in)
+    return build_runner(SimpleNamespace(config=config), model, lambda what, share: None)[0]
 
 
 @pytest.fixture
@@ -342,13 +339,6 @@ def test_a_runner_has_room_for_a_prompt_that_is_not_cut(tmp_path, monkeypatch, s
     output = runner.run(batch_of(([5] * length, 0, range(1, 9))), state_of(GREEDY))
     assert output.token_ids.shape == (1, 1)
     runner.close()
-
-
-def test_the_kv_cache_takes_a_fraction_of_the_free_memory():
-    default, half = worker_main.kv_cache_bytes(0.0), worker_main.kv_cache_bytes(0.5)
-    assert 0 < default <= 1 << 30
-    quarter = worker_main.kv_cache_bytes(0.25)
-    assert quarter < half < 3 * quarter  # others take and give memory meanwhile
 
 
 def test_auto_without_a_compiler_takes_torch_and_says_why_in_one_line(

@@ -185,6 +185,13 @@ def test_prefill_attends_ragged_chunks_over_what_the_cache_holds(dtype, dim, gro
         where = (bounds, ints(*lengths))
         ops.prefill_attention(q, k, v, table, *where, target, 23, dim**-0.5, *mask)
     assert_close(out, expected)
+    part = r(dtype, sum(counts), num_q, dim)
+    left_out = part[:44].clone()
+    KERNELS.prefill_attention(
+        q, k, v, table, bounds, ints(*lengths), part, 23, dim**-0.5, *mask, first=3
+    )
+    assert_same_bits(part[:44], left_out)
+    assert_same_bits(part[44:], out[44:])
 
 
 def test_prefill_of_a_row_has_the_same_bits_in_chunks_and_beside_others(dtype):
@@ -231,15 +238,25 @@ def test_gemv_gives_float32_where_it_is_asked_to(dtype):
     torch.testing.assert_close(out, x.float() @ weight.float().t(), rtol=1e-5, atol=1e-4)
 
 
-def drawn(logits, temperatures, min_p=0.0, seeds=None, positions=None):
+def drawn(
+    logits,
+    temperatures,
+    min_p=0.0,
+    seeds=None,
+    positions=None,
+    top_k=0,
+    top_p=1.0,
+    scratch=None,
+):
     """(ids, logprobs, failed) as lists, from the kernels."""
     rows, vocab = logits.shape
     seeds = torch.arange(rows) if seeds is None else seeds
     positions = torch.full((rows,), 7, dtype=torch.int32) if positions is None else positions
     ids, logprobs, failed = ints(*[-1] * rows), torch.full((rows,), -1.0), ints(*[-1] * rows)
     KERNELS.sample(
-        logits, torch.full((rows,), temperatures), torch.full((rows,), min_p), seeds, positions,
-        ids, logprobs, failed, SampleScratch.allocate(rows, vocab, CPU),
+        logits, torch.full((rows,), temperatures), torch.full((rows,), min_p),
+        ints(*[top_k] * rows), torch.full((rows,), top_p), seeds, positions, ids, logprobs, failed,
+        scratch or SampleScratch.allocate(rows, vocab, CPU),
     )  # fmt: skip
     return ids.tolist(), logprobs, failed.tolist()
 
@@ -248,33 +265,82 @@ SEEDS = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 123_456_789_012, -77, 40])
 POSITIONS = ints(0, 1, 2, 131_071, 5, 6, 7, 2**30)
 
 
-@pytest.mark.parametrize("vocab", [300, 9001])
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_sample_draws_the_ids_of_a_float64_philox(dtype, vocab, temperature):
-    logits = r(dtype, 8, vocab) * 2
-    ids, logprobs, failed = drawn(logits, temperature, 0.0, SEEDS, POSITIONS)
-    x = logits.double().numpy()
-    seeds, places = SEEDS.numpy().view(np.uint64)[:, None], POSITIONS.numpy().astype(np.uint64)
-    noise = philox.gumbels(seeds, places[:, None], np.arange(vocab, dtype=np.uint64))
-    assert ids == (x / np.float32(temperature) + noise).argmax(1).tolist()
-    expected = torch.log_softmax(logits.float(), -1)[torch.arange(8), ids]
+def limited(num_rows, min_p=0.0, top_k=0, top_p=1.0):
+    """Parameters of rows that draw at 1.1: as columns of a state, and as `drawn` wants them."""
+    state, some = SamplingState(num_rows), slice(0, num_rows)
+    for row, seed in enumerate(SEEDS.numpy().view(np.uint64)[some].tolist()):
+        limits = {"temperature": 1.1, "min_p": min_p, "top_k": top_k, "top_p": top_p}
+        params = SamplingParams(max_tokens=9, seed=seed, **limits)
+        state.set(row, params, (), int(POSITIONS[row]))
+    return state, (1.1, min_p, SEEDS[some], POSITIONS[some], top_k, top_p)
+
+
+@pytest.mark.parametrize("vocab", [70, 1100, 9001])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 1e-4])
+def test_sample_draws_what_the_sampler_of_the_cpu_draws(vocab, min_p):
+    """All ids by buckets; few of them each by its own number; and, with the least min-p, so many that buckets are drawn first."""
+    logits = r(torch.float32, 4, vocab) * 2
+    state, options = limited(4, min_p=min_p)
+    ids, logprobs, failed = drawn(logits, *options)
+    rows = np.arange(4, dtype=np.int32)
+    assert ids == sampler.sample(logits.clone(), rows, state).token_ids.tolist()
+    assert ids != drawn(logits, 0.0)[0], "draws, not maxima"
+    expected = torch.log_softmax(logits, -1)[torch.arange(4), ids]
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     assert not any(failed)
 
 
-def test_sample_draws_what_the_sampler_of_the_cpu_draws_for_the_same_seed_and_position():
-    """Where min-p leaves a head of candidates; the CPU draws an unlimited row by buckets, a GPU never does."""
-    rows, state = np.arange(8, dtype=np.int32), SamplingState(8)
-    for row in range(8):
-        params = SamplingParams(max_tokens=9, temperature=1.2, min_p=0.02, seed=1000 + row)
-        state.set(row, params, (), 0)
-    state.position[:8] = POSITIONS.numpy()
-    logits = r(torch.float32, 8, 5003) * 3
-    seeds = torch.from_numpy(state.seed[:8].astype(np.uint64).view(np.int64).copy())
-    ids, _, _ = drawn(logits, 1.2, 0.02, seeds, POSITIONS)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.002},
+        {"top_k": 700, "top_p": 0.999},
+    ],
+    ids=["top-k", "top-p", "all", "more than a head"],
+)
+def test_sample_with_limits_draws_what_the_sampler_of_the_cpu_draws(limits):
+    logits = r(torch.float32, 3, 1100) * 1.5
+    state, options = limited(3, **limits)
+    ids, _, failed = drawn(logits, *options)
+    rows = np.arange(3, dtype=np.int32)
     assert ids == sampler.sample(logits.clone(), rows, state).token_ids.tolist()
-    greedy = drawn(logits, 0.0)[0]
-    assert ids != greedy, "draws, not maxima"
+    assert not any(failed)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"min_p": 0.02}, {"min_p": 1e-4}, {"top_k": 300, "top_p": 0.95}, {"top_p": 0.5}],
+    ids=["none", "min-p", "wide min-p", "top-k and top-p", "top-p"],
+)
+def test_sample_draws_what_its_reference_draws(dtype, limits):
+    logits, ids = r(dtype, 3, 1100) * 2, ints(-1, -1, -1)
+    _, (temperature, min_p, seeds, positions, top_k, top_p) = limited(3, **limits)
+    REFERENCE.sample(
+        logits, torch.full((3,), temperature), torch.full((3,), min_p), ints(*[top_k] * 3),
+        torch.full((3,), top_p), seeds, positions, ids, torch.zeros(3), ints(0, 0, 0),
+        SampleScratch.allocate(3, 1100, CPU),
+    )  # fmt: skip
+    assert drawn(logits, temperature, min_p, seeds, positions, top_k, top_p)[0] == ids.tolist()
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.59}], ids=["top-k", "top-p"])
+@pytest.mark.parametrize("logit", [2.0, 0.0, -3.5])
+def test_sample_keeps_of_equal_logits_those_of_the_lowest_ids(dtype, logit, limits):
+    """Five are alike, on both sides of a chunk's end, and all others weigh next to nothing: the third is the last that is needed."""
+    logits = torch.full((1, 4200), logit - 60.0).to(dtype)
+    logits[:, [7, 90, 4095, 4096, 4199]] = logit
+    if logit == 0:
+        logits[0, 90] = -0.0
+    scratch = SampleScratch.allocate(1, 4200, CPU)
+    assert drawn(logits, 1.0, **limits, scratch=scratch)[0][0] in (7, 90, 4095)
+    assert (int(scratch.last_id[0]), int(scratch.num_kept.sum())) == (4095, 3)
+
+
+def test_sample_with_the_least_top_p_takes_the_likeliest(dtype):
+    logits = r(dtype, 2, 700)
+    assert drawn(logits, 1.5, top_p=1e-6)[0] == drawn(logits, 0.0)[0]
 
 
 def test_sample_with_min_p_draws_only_likely_ids():
@@ -313,7 +379,32 @@ def test_sample_never_draws_a_banned_id():
 @triton.jit
 def _gumbels(out, seed, position, first, COUNT: tl.constexpr):
     token = tl.arange(0, COUNT)
-    tl.store(out + token, sampling_kernels.gumbel(seed, position, (first + token).to(tl.uint32)))
+    drawn = sampling_kernels.gumbel(seed, position, (first + token).to(tl.uint32), 0)
+    tl.store(out + token, drawn)
+
+
+@triton.jit
+def _words(high_out, low_out, seeds, positions, first, DOMAIN: tl.constexpr, COUNT: tl.constexpr):
+    row, number = tl.program_id(0), tl.arange(0, COUNT)
+    seed, position = tl.load(seeds + row), tl.load(positions + row).to(tl.uint32)
+    counted = (first + number).to(tl.uint32)
+    high, low = sampling_kernels.philox_words(seed, position, counted, DOMAIN)
+    tl.store(high_out + row * COUNT + number, high.to(tl.int64))
+    tl.store(low_out + row * COUNT + number, low.to(tl.int64))
+
+
+@pytest.mark.parametrize("domain", [philox.DOMAIN_TOKEN, philox.DOMAIN_BUCKET])
+@pytest.mark.parametrize("first", [0, 128_000])
+def test_sample_words_are_those_of_the_cpus_philox_bit_for_bit(domain, first):
+    found = torch.zeros((2, 8, 256), dtype=torch.int64)
+    _words[(8,)](found[0], found[1], SEEDS, POSITIONS, first, DOMAIN=domain, COUNT=256)
+    seeds, positions = SEEDS.numpy().view(np.uint64)[:, None], POSITIONS.numpy()[:, None]
+    numbers = np.arange(first, first + 256, dtype=np.uint64)[None, :]
+    parts = (numbers, positions.astype(np.uint64), np.uint64(domain), np.uint64(0))
+    counter = np.broadcast_arrays(*parts)
+    key = (seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32))
+    high, low, _, _ = philox.philox4x32(tuple(counter), key)
+    assert found[0].tolist() == high.tolist() and found[1].tolist() == low.tolist()
 
 
 def test_sample_numbers_are_exact_in_the_tail_that_winners_come_from():

@@ -161,6 +161,17 @@ def test_a_table_is_sent_once_and_then_its_changes():
     assert not buffers.tables[3:].any() and not buffers.tables[:, 3:].any()
 
 
+def test_a_table_that_is_still_the_same_array_is_not_looked_through():
+    buffers = buffers_of(SlowLink())
+    batch = decode_batch(0, TABLE)
+    buffers.send(batch, SamplingState(ROWS), None, 4)
+    buffers._known = None
+    buffers.send(replace(batch, step=1), SamplingState(ROWS), None, 4)
+    with pytest.raises(TypeError):
+        buffers.send(decode_batch(2, TABLE), SamplingState(ROWS), None, 4)
+    assert buffers.tables[:3, :2].tolist() == TABLE
+
+
 def test_a_row_that_another_sequence_takes_gets_its_table():
     buffers = buffers_of(SlowLink())
     buffers.send(decode_batch(0, TABLE), SamplingState(ROWS), None, 4)
@@ -197,6 +208,23 @@ def test_a_carried_row_draws_one_position_further_and_takes_its_token_from_the_d
     inputs = buffers_of(SlowLink()).send(decode_batch(3, TABLE), SamplingState(ROWS), carried, 4)
     assert inputs.carried.tolist() == [2, 0, 1, -1]
     assert inputs.draw_positions[:3].tolist() == [1, 1, 1]
+
+
+def test_beside_a_prompt_only_those_who_carry_a_token_draw_one_position_further():
+    batch = decode_batch(0, TABLE)
+    batch = replace(
+        batch,
+        token_ids=np.array([0, 0, 21, 22, 23], np.int32),
+        positions=np.array([4, 5, 0, 1, 2], np.int32),
+        kv_slots=np.array([52, 85, 112, 113, 114], np.int32),
+        cu_seqlens=np.array([0, 1, 2, 5], np.int32),
+        kv_lens=np.array([5, 6, 3], np.int32),
+        is_decode=False,
+    )
+    carried = np.array([1, 0, -1], np.int32)
+    inputs = buffers_of(SlowLink()).send(batch, SamplingState(ROWS), carried, None)
+    assert inputs.carried.tolist() == [1, 0, -1, -1, -1]
+    assert inputs.draw_positions[:3].tolist() == [1, 1, 0]
 
 
 def test_a_step_with_prompts_samples_the_last_token_of_each():

@@ -140,7 +140,8 @@ def run_all_operations(s: Shape, rows: int = 7, num_blocks: int = 1000) -> None:
     seeds = i(rows, dtype=torch.int64)
     results = (i(rows), f(rows), i(rows))
     logits, samples = t(rows, s.vocab), SampleScratch.allocate(rows, s.vocab, META)
-    ops.sample(logits, f(rows), f(rows), seeds, i(rows), *results, samples)
+    limits = (f(rows), f(rows), i(rows), f(rows))
+    ops.sample(logits, *limits, seeds, i(rows), *results, samples)
 
 
 def assert_fits(one: Launch, arch: int, folder: Path) -> None:
@@ -162,7 +163,7 @@ def assert_fits(one: Launch, arch: int, folder: Path) -> None:
 
 KERNELS = {
     "_embed", "_add_rms_norm", "_rotary_write", "_attend_split", "_join_splits", "_attend_chunk",
-    "_gated_mul", "_gemv", "_chunk_figures", "_chunk_best", "_best_of_row",
+    "_gated_mul", "_gemv", "_chunk_figures", "_limit_row", "_chunk_best", "_best_of_row",
 }  # fmt: skip
 
 

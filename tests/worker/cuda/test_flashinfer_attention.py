@@ -19,7 +19,7 @@ import torch
 from checkpoints import write_toy
 
 from shmserve.config import Config, ConfigError, WorkerConfig
-from shmserve.worker import __main__ as worker_main
+from shmserve.worker import runner_choice
 from shmserve.worker.cuda import flashinfer_attention
 from shmserve.worker.cuda.flashinfer_attention import (
     LEAST_WORKSPACE_BYTES,
@@ -266,10 +266,10 @@ def test_a_backend_is_refused_with_a_runner_that_never_uses_a_gpu(runner):
 
 
 def test_a_backend_is_refused_where_auto_finds_no_gpu(model, monkeypatch):
-    monkeypatch.setattr(worker_main, "has_cuda", lambda: False)
+    monkeypatch.setattr(runner_choice, "has_cuda", lambda: False)
     words = r"^--attention-backend triton: there is no CUDA device"
     with pytest.raises(ModelLoadError, match=words):
-        worker_main.own_runner(WorkerConfig(attention_backend="triton"), model, {})
+        runner_choice.own_runner(WorkerConfig(attention_backend="triton"), model, {})
 
 
 INTERPRETED = """

@@ -1,10 +1,21 @@
 """Buckets, the order of recording, and which step is replayed."""
 
+import gc
 import itertools
+import weakref
+from contextlib import contextmanager
 
 import pytest
+import torch
 
-from shmserve.worker.cuda.graphs import BUCKETS, WARM_UP_RUNS, NoCapture, StepGraphs, buckets_for
+from shmserve.worker.cuda.graphs import (
+    BUCKETS,
+    WARM_UP_RUNS,
+    CudaCapture,
+    NoCapture,
+    StepGraphs,
+    buckets_for,
+)
 
 
 def test_there_are_24_buckets_and_none_wastes_half_its_rows():
@@ -45,3 +56,43 @@ def test_the_largest_is_recorded_first_and_warmed_before_it_is_recorded():
     calls.clear()
     graphs.replay(graphs.bucket_of(3))
     assert calls == [("step", 4)]
+
+
+class Pools:
+    """torch's law: into a pool whose graphs are all gone nothing is recorded any more."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.graphs: list[weakref.ref] = []
+        self.modes: list[str] = []
+        for name, value in {
+            "graph_pool_handle": lambda: "the pool",
+            "CUDAGraph": Graph,
+            "synchronize": lambda: None,
+            "graph": self.recording,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextmanager
+    def recording(self, graph, pool, capture_error_mode):
+        assert pool == "the pool"
+        gc.collect()
+        assert not self.graphs or any(each() for each in self.graphs), "use_count > 0"
+        self.graphs.append(weakref.ref(graph))
+        self.modes.append(capture_error_mode)
+        yield
+
+
+class Graph:
+    def replay(self) -> None:
+        """Nothing was recorded."""
+
+
+def test_a_pool_can_be_recorded_into_when_nobody_replays_any_more_what_it_has(monkeypatch):
+    pools = Pools(monkeypatch)
+    capture = CudaCapture()
+    for _ in range(3):
+        capture.record(lambda: None)()
+    assert all(each() for each in pools.graphs) and pools.modes == ["global"] * 3
+    del capture
+    gc.collect()
+    assert not any(each() for each in pools.graphs), "they go with it"

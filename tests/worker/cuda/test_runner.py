@@ -19,7 +19,7 @@ from shmserve.request import SamplingParams
 from shmserve.worker.batch import Batch, PromptPart
 from shmserve.worker.cuda.buffers import StepBuffers
 from shmserve.worker.cuda.ops import REFERENCE
-from shmserve.worker.cuda.runner import CudaRunner
+from shmserve.worker.cuda.runner import CudaRunner, checked_device, kernels
 from shmserve.worker.models.config import ModelLoadError
 from shmserve.worker.overlap import OverlappingRunner
 from shmserve.worker.sampling_state import SamplingState
@@ -94,6 +94,7 @@ def generated(runner, prompts, state, num_steps=6) -> list[list[int]]:
 
 
 PROMPTS = [[5, 9, 200], [17] * 1, list(range(40, 61))]
+LONG = [(7 * i + 3) % VOCAB for i in range(41)]
 MANY = [[3 * i + 1, i, 7] for i in range(11)]
 
 
@@ -149,8 +150,6 @@ def test_a_carried_draw_is_the_draw_of_its_position(model):
 @pytest.mark.parametrize(
     "params",
     [
-        {"top_p": 0.5},
-        {"top_k": 5},
         {"num_logprobs": 2},
         {"logit_bias": ((3, 5.0),)},
         {"allowed_token_ids": (3, 4, 5)},
@@ -179,6 +178,86 @@ def test_rows_that_the_kernel_cannot_sample_are_sampled_on_the_host_and_not_carr
     ours.collect()
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"top_p": 0.5}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}],
+    ids=["top-p", "top-k", "all"],
+)
+def test_rows_with_limits_are_sampled_on_the_device_and_carried(model, params):
+    ours, theirs = cuda_runner(model), TorchRunner(model, **LIMITS)
+    state = state_of(temperature=0.8, seed=3, **params)
+    assert ours.can_carry(np.arange(3, dtype=np.int32), state)
+    mine = generated(ours, PROMPTS, state)
+    state.position[:] = 0
+    assert mine == generated(theirs, PROMPTS, state)
+
+
+def decoded_beside(runner, state, is_ahead: bool) -> list[list[int]]:
+    """Rows 0 and 1 compute prompts, and decode twice, the second time beside LONG; in order of rows, what each made."""
+    prompts = list(enumerate(PROMPTS[:2]))
+    lengths = {row: len(prompt) for row, prompt in prompts} | {2: 0}
+    first = runner.run(batch_of(prompts, dict.fromkeys(lengths, 0)), state).token_ids[:, 0]
+    state.position[:2] += 1
+    runner.launch(batch_of([(row, [first[row]]) for row in range(2)], lengths), state)
+    after = {0: lengths[0] + 1, 1: lengths[1] + 1, 2: 0}
+    if is_ahead:
+        mixed = batch_of([(0, [0]), (1, [0]), (2, LONG)], after)
+        runner.launch(mixed, state, np.array([0, 1, -1], np.int32))
+        second = runner.collect().token_ids[:, 0]
+    else:
+        second = runner.collect().token_ids[:, 0]
+        state.position[:2] += 1
+        mixed = batch_of([(0, [second[0]]), (1, [second[1]]), (2, LONG)], after)
+        runner.launch(mixed, state)
+    third = runner.collect().token_ids[:, 0]
+    return [[*map(int, row)] for row in (first, second, third)]
+
+
+def test_rows_that_decode_beside_a_prompt_may_be_ahead_of_the_host(model):
+    """Drawn, so that a draw at a wrong position shows: the prompt's is at its first, the others' are one further."""
+    made = [
+        decoded_beside(runner, state_of(temperature=1.2, seed=5), is_ahead)
+        for runner, is_ahead in (
+            (cuda_runner(model), True),
+            (cuda_runner(model), False),
+            (TorchRunnerAhead(model, **LIMITS), False),
+        )
+    ]
+    assert made[0] == made[1] == made[2]
+    assert len(made[0][2]) == 3
+
+
+class TorchRunnerAhead(TorchRunner):
+    """Launched and collected as the CUDA runner is."""
+
+    def launch(self, batch, state):
+        self.output = self.run(batch, state)
+
+    def collect(self):
+        return self.output
+
+
+def test_rows_that_decode_attend_alike_beside_a_prompt_and_without_one(model):
+    """By the operation whose work is cut along the context; the prompt's by the other, and nobody is computed by both."""
+    calls = []
+
+    def decode(q, *args):
+        calls.append(("decode", len(q)))
+        REFERENCE.decode_attention(q, *args)
+
+    def prefill(*args, first=0):
+        calls.append(("prefill", first))
+        REFERENCE.prefill_attention(*args, first=first)
+
+    ops = dataclasses.replace(REFERENCE, decode_attention=decode, prefill_attention=prefill)
+    runner = cuda_runner(model, ops=ops)
+    num_layers = runner._model.config.num_layers
+    calls.clear()
+    decoded_beside(runner, state_of(), is_ahead=False)
+    assert calls[-2 * num_layers :] == [("decode", 2), ("prefill", 2)] * num_layers
+    assert calls[:num_layers] == [("prefill", 0)] * num_layers
+
+
 def test_a_row_that_follows_a_grammar_gets_what_it_may_and_is_not_carried(model):
     runner, state = cuda_runner(model), state_of()
     batch = batch_of(list(enumerate(PROMPTS)), dict.fromkeys(range(3), 0))
@@ -203,13 +282,16 @@ def test_what_lies_in_a_block_behind_the_length_changes_nothing(model, expected)
 
 
 def test_steps_launched_ahead_by_the_scheduler_give_the_tokens_of_the_torch_runner(model):
-    """Chunks, more requests than rows, equal prompts, greedy and drawn; one is sampled on the host, and holds back the others."""
+    """Chunks behind chunks, more requests than rows, equal prompts, greedy and drawn; one is sampled on the host, and holds back the others."""
     requests = [
         (prompt, SamplingParams(max_tokens=4 + 9 * turn, temperature=0.9 * turn, min_p=0.3, seed=7))
         for turn in range(2)
         for prompt in (*PROMPTS, PROMPTS[2])
     ]
-    requests.append((PROMPTS[0], SamplingParams(max_tokens=5, temperature=0.9, top_k=3, seed=1)))
+    limits = {"temperature": 0.9, "top_k": 30, "top_p": 0.8}
+    requests.append((LONG, SamplingParams(max_tokens=9, seed=2, **limits)))
+    edited = {"temperature": 0.9, "logit_bias": ((3, 5.0),)}
+    requests.append((PROMPTS[0], SamplingParams(max_tokens=5, seed=1, **edited)))
     ours, theirs = cuda_runner(model), TorchRunner(model, **LIMITS)
     assert isinstance(ours, OverlappingRunner) and not isinstance(theirs, OverlappingRunner)
     (mine, num_ahead), (other, num_none) = (scheduled(r, requests) for r in (ours, theirs))
@@ -275,6 +357,42 @@ def test_no_cuda_device_is_one_line(model):
         pytest.skip("there is one")
     with pytest.raises(ModelLoadError, match=r"^--runner cuda: .* sees no CUDA device"):
         CudaRunner(model, **LIMITS)
+
+
+def a_gpu(monkeypatch, capability, current=2) -> list[torch.device]:
+    """There is one of this capability; the devices that were made current."""
+    chosen: list[torch.device] = []
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: current,
+        "get_device_capability": lambda device: capability,
+        "set_device": chosen.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return chosen
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", 2), ("cuda:1", 1)])
+def test_the_device_becomes_the_current_one(monkeypatch, name, index):
+    chosen = a_gpu(monkeypatch, (9, 0))
+    assert checked_device(name) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
+
+
+def test_a_device_that_the_kernels_do_not_fit_is_one_line(monkeypatch):
+    a_gpu(monkeypatch, (7, 5))
+    line = r"^--runner cuda: cuda:2 has compute capability 7\.5, the kernels need 8\.0 or more"
+    with pytest.raises(ModelLoadError, match=line):
+        checked_device("cuda")
+
+
+def test_no_triton_is_one_line(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr("shmserve.worker.cuda.runner.triton_ops", missing)
+    with pytest.raises(ModelLoadError, match=r"^--runner cuda: its kernels need triton: No module"):
+        kernels()
 
 
 INTERPRETED = """

@@ -22,7 +22,7 @@ from toys import (
 from shmserve.config import Config, WorkerConfig
 from shmserve.models import PreparedModel
 from shmserve.request import SamplingParams
-from shmserve.worker import __main__ as worker_main
+from shmserve.worker import runner_choice
 from shmserve.worker.cpu.build import KernelsError, compiled_library
 from shmserve.worker.cpu.library import Engine, Library
 from shmserve.worker.cpu.loading import UncomputedModelError, load_model, open_source
@@ -162,9 +162,7 @@ def built(name, toy, monkeypatch, **worker):
     config = Config(worker=WorkerConfig(kv_cache_bytes=1 << 20, block_size=BLOCK, **worker))
     joined = SimpleNamespace(config=config)
     model = prepared(toy(name).folder)
-    return worker_main.build_runner(
-        SimpleNamespace(joined=joined, model=model, progress=no_progress)
-    )
+    return runner_choice.build_runner(joined, model, no_progress)[0]
 
 
 def test_auto_runs_such_a_family_on_torch_and_says_so_once(toy, monkeypatch, caplog, library):

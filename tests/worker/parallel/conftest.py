@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 
 HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # together.py
     sys.path.insert(0, HERE)
 
-from together import Together, write_toy  # noqa: E402
+from together import SIZES, Together  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +22,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`toy(...)`: a random llama whose config.json has these changes."""
 
     def make(**changes: Any) -> Any:
-        return write_toy(tmp_path_factory.mktemp("toy") / "model", **changes)
+        folder = tmp_path_factory.mktemp("toy") / "model"
+        return checkpoints.prepared(checkpoints.write_toy(folder, scale=0.15, **SIZES | changes))
 
     return make
 

@@ -68,6 +68,7 @@ def test_recorded_steps_give_one_ranks_tokens_at_every_rank(model, ranks):
     assert ranks.first.info.name == "cpu, float32, 2 ranks"
 
 
+@pytest.mark.slow
 def test_logits_of_a_step_are_one_ranks(model, ranks):
     alone = cuda_runner(model)
     batch = batch_of(*((row, prompt, 0) for row, prompt in enumerate(PROMPTS)))
@@ -102,7 +103,8 @@ def test_a_carried_token_is_known_to_every_rank(model, ranks):
 def test_rows_that_are_sampled_on_the_host_are_sampled_from_all_ranks_logits(model, ranks):
     alone = cuda_runner(model)
     state = state_of(temperature=0.8, seed=3)
-    state.set(1, SamplingParams(max_tokens=9, temperature=0.8, seed=3, top_k=5), (), 0)
+    edited = SamplingParams(max_tokens=9, temperature=0.8, seed=3, logit_bias=((3, 5.0),))
+    state.set(1, edited, (), 0)
     assert not ranks.first.can_carry(np.array([1], np.int32), state)
     batch = batch_of(*((row, prompt, 0) for row, prompt in enumerate(PROMPTS)))
     one, many = (runner.run(batch, state) for runner in (alone, ranks.first))
@@ -116,6 +118,8 @@ def test_steps_launched_ahead_by_the_scheduler_give_one_ranks_tokens(model, rank
         for prompt in (*PROMPTS, PROMPTS[2])
     ]
     requests.append((PROMPTS[0], SamplingParams(max_tokens=5, temperature=0.9, top_k=3, seed=1)))
+    edited = {"temperature": 0.9, "logit_bias": ((3, 5.0),)}
+    requests.append((PROMPTS[0], SamplingParams(max_tokens=5, seed=1, **edited)))
     alone = cuda_runner(model)
     (one, _), (many, num_ahead) = (scheduled(r, requests) for r in (alone, ranks.first))
     assert one == many and num_ahead > 10 and all(one.values())

@@ -37,6 +37,14 @@ def hf_runner():
     return hf_runner
 
 
+@pytest.fixture(scope="module")
+def hf_loading():
+    """As above."""
+    from shmserve.worker import hf_loading
+
+    return hf_loading
+
+
 @pytest.fixture
 def neox(tmp_path):
     torch.manual_seed(3)
@@ -84,15 +92,15 @@ def config_of(**changes):
     ],
 )
 def test_what_transformers_cannot_share_is_refused_by_name(
-    hf_runner, changes, has_accelerate, reason, tmp_path, monkeypatch
+    hf_loading, changes, has_accelerate, reason, tmp_path, monkeypatch
 ):
     find = {"accelerate": object() if has_accelerate else None}.get
-    monkeypatch.setattr(hf_runner.importlib.util, "find_spec", find)
+    monkeypatch.setattr(hf_loading.importlib.util, "find_spec", find)
     with pytest.raises(ModelLoadError, match=rf"^{tmp_path}: --tensor-parallel 2: .*{reason}$"):
-        hf_runner.refuse_unshared(tmp_path, config_of(**changes), 2)
+        hf_loading.refuse_unshared(tmp_path, config_of(**changes), 2)
 
 
-def test_a_model_with_a_plan_is_taken(hf_runner, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_runner.importlib.util, "find_spec", lambda name: object())
+def test_a_model_with_a_plan_is_taken(hf_loading, tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_loading.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    hf_runner.refuse_unshared(tmp_path, config_of(), 2)
+    hf_loading.refuse_unshared(tmp_path, config_of(), 2)

@@ -1,4 +1,4 @@
-"""All ranks of one model as threads of the test's own process, over gloo; and toy models to share among them."""
+"""All ranks of one model as threads of the test's own process, over gloo; and what is shared among them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import checkpoints
 import numpy as np
-import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from shmserve.models import FORMAT_VERSION, PreparedModel
 from shmserve.request import SamplingParams
@@ -36,75 +34,24 @@ LIMITS: dict[str, Any] = {
     "num_threads": 1,
     "progress": lambda what, share: None,
 }
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "vocab_size": 251,
+    "max_position_embeddings": 128,
+}
+"""Of a llama that is shared: an odd vocabulary, and three ranks are as good as two."""
 PATIENCE_S = 30.0
-
-
-def write_toy(folder: Path, **changes: Any) -> SimpleNamespace:
-    """A random llama; `changes` are of its config.json."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 8,
-        "vocab_size": 251,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-    } | changes
-    hidden, ffn, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
-    q, kv = (8 * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings"):
-        shapes["lm_head.weight"] = (vocab, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        matrices = {"self_attn.q_proj": (q, hidden), "self_attn.o_proj": (hidden, q)}
-        matrices |= {f"self_attn.{name}_proj": (kv, hidden) for name in "kv"}
-        matrices |= {f"mlp.{name}_proj": (ffn, hidden) for name in ("gate", "up")}
-        matrices |= {"mlp.down_proj": (hidden, ffn)}
-        at = f"model.layers.{layer}."
-        shapes |= {f"{at}{name}.weight": shape for name, shape in matrices.items()}
-        shapes |= {
-            f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
-        }
-        if config.get("attention_bias"):
-            biased = {name: shape for name, shape in matrices.items() if "attn" in name}
-            shapes |= {f"{at}{name}.bias": shape[:1] for name, shape in biased.items()}
-    rng = np.random.default_rng(5)
-    tensors = {
-        name: torch.from_numpy(rng.normal(size=shape).astype(np.float32) * 0.3)
-        for name, shape in shapes.items()
-    }
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return SimpleNamespace(weights=folder, folder=folder, format="safetensors")
 
 
 def prepared(folder: Path) -> PreparedModel:
     """The model in `folder`, as a process finds one that was prepared."""
-    model = PreparedModel(
-        folder=folder,
-        name="toy",
-        spec="toy",
-        weights=folder,
-        format="safetensors",
-        architecture="llama",
-        vocab_size=251,
-        context_length=128,
-        bos_token_id=None,
-        eos_token_ids=(0,),
-        pad_token_id=None,
-        unk_token_id=None,
-        add_bos_token=False,
-        special_token_ids=(),
-        chat_template=None,
-        token_bytes_exact=True,
-        strips_leading_space=False,
-    )
-    TokenBytes.from_list([b"x"] * 251).save(folder / "token_bytes.bin")
+    model = checkpoints.prepared(folder)
+    TokenBytes.from_list([b"x"] * model.vocab_size).save(folder / "token_bytes.bin")
     values = {
         key: value for key, value in asdict(model).items() if key not in ("folder", "chat_template")
     }
