@@ -130,7 +130,8 @@ def step_ms(log: Path, batch: int) -> float | None:
 
 def bars_of(rows: list[Row], has_times: bool) -> list[Bar]:
     """One bar for each operation and dtype, and the bars of the times."""
-    bars, worst = [], {}
+    bars: list[Bar] = []
+    worst: dict[tuple[object, object, float], float] = {}
     for row in rows:
         if row["part"] == "ops":
             key = (row["op"], row["dtype"], row["limit"])

@@ -10,8 +10,9 @@ Laws
   - logprobs come from the log-softmax of the model's own logits, before bias and temperature.
 
 A row that keeps no more than HEAD tokens gives each of them its own random number; limited rows (top-k, top-p or min-p) nearly
-always do, and one partial sort finds them. Rows that keep more, and rows without limits (however few their edits leave), are drawn in two steps, each a Gumbel-max: a bucket of
-BUCKET neighbouring ids by its summed weight, then an id in it. The distribution is the same for a hundredth of the random numbers.
+always do, and one partial sort finds them. Rows that keep more, and rows without limits (however few tokens their edits leave),
+are drawn in two steps, each a Gumbel-max: a bucket of BUCKET neighbouring ids by its summed weight, then an id in it. The
+distribution is the same for a hundredth of the random numbers.
 
 This is the definition, for torch's own runner and the tests; the C kernels (cpu/sampling.h) and the CUDA kernels (cuda/sampling.py) draw
 by the same rules, with the same random words. They round sums and logarithms differently, and on another kind of hardware the logits
