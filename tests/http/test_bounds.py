@@ -12,6 +12,8 @@ from serving import until
 
 from shmserve.http.occupancy import most_connections
 from shmserve.http.tokenizer import Tokenizer
+from shmserve.rings.board import BoardReader
+from shmserve.rings.observe import boards_of
 
 MOST_CONNECTIONS = 8
 KIB = 1024
@@ -47,22 +49,36 @@ def busy(server):
     server.wait_idle()
 
 
+def wait_alone(server):
+    """The connections of other tests are gone: a heartbeat that is later than this call says so."""
+    begin_ns = time.monotonic_ns()
+
+    def is_alone():
+        words = server.words("http")
+        return words["heartbeat_ns"] > begin_ns and not words["connections"]
+
+    until(is_alone, "those of other tests are gone")
+
+
+def submitted(server):
+    """The ids of all sequences that are in."""
+    (name,) = [name for name in boards_of(server.name) if ".http0." in name]
+    reader = BoardReader.attach(name)
+    try:
+        return {row["req_id"] for row in reader.roster("requests")}
+    finally:
+        reader.close()
+
+
 class Waiting:
     """A request that will wait, in a thread of its own."""
 
     def __init__(self, server, path="/v1/completions", **fields):
-        before = server.words("http")
+        before = submitted(server)
         body = {"max_tokens": 1} | fields
         self._thread = threading.Thread(target=lambda: self._ask(server, path, body))
         self._thread.start()
-
-        def is_in_line():
-            """It took a place that was free, or that of another."""
-            now = server.words("http")
-            sent_away = now["num_refused_evicted"] - before["num_refused_evicted"]
-            return now["in_flight"] + sent_away > before["in_flight"]
-
-        until(is_in_line, "it is in line")
+        until(lambda: submitted(server) - before, "it is in line")
 
     def _ask(self, server, path, body):
         self._answer = server.post(path, body)
@@ -197,7 +213,7 @@ def test_all_bodies_together_are_bounded_while_they_come_and_while_they_are_answ
 
 
 def test_one_connection_too_many_is_answered_and_closed_and_the_others_live(server, wire):
-    until(lambda: server.words("http")["connections"] == 0, "those of other tests are gone")
+    wait_alone(server)
     before = server.words("http")["num_refused_connections"]
     open_ones = [wire(server) for _ in range(MOST_CONNECTIONS)]
     for each in open_ones:
@@ -239,6 +255,7 @@ def test_connections_are_as_many_as_descriptors_last(monkeypatch):
 
 
 def test_worker_and_front_end_agree_on_how_many_run(server):
+    wait_alone(server)
     info = server.get("/server_info").json()
     assert (info["max_running_requests"], info["max_queued_requests"]) == (1, 3)
     assert server.words("worker")["max_num_seqs"] == 1
