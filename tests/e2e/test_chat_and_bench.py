@@ -185,6 +185,21 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
+    def interrupt(self, mark: str) -> str:
+        """Press Ctrl-C until it shows `mark`: Python looks at no signal between its prompt and the first wait for a key."""
+        for _ in range(int(PATIENCE_S) - 1):
+            self.press("\x03")
+            if self._comes(mark, 1.0):
+                break
+        return self.until(mark)
+
+    def _comes(self, mark: str, patience_s: float) -> bool:
+        deadline = time.monotonic() + patience_s
+        while mark.encode() not in self._rest and (left_s := deadline - time.monotonic()) > 0:
+            if select.select([self._fd], [], [], left_s)[0]:
+                self._rest += os.read(self._fd, 65536)
+        return mark.encode() in self._rest
+
     def until(self, mark: str) -> str:
         """What it shows up to and with `mark`."""
         deadline = time.monotonic() + PATIENCE_S
@@ -241,8 +256,7 @@ def test_ctrl_c_stops_an_answer_and_frees_its_sequence_and_ctrl_d_ends_the_chat(
     terminal.press("/clear\n")
     terminal.until("(a new conversation)")
     terminal.until(">>> ")
-    terminal.press("\x03")  # at the prompt it only drops the line
-    terminal.until("Ctrl-D ends")
+    terminal.interrupt("Ctrl-D ends")  # at the prompt it only drops the line
     terminal.until(">>> ")
     terminal.press("\x04")
     assert terminal.wait() == 0

@@ -200,6 +200,7 @@ def test_a_rank_pins_a_request_to_its_worker(pair: Server, lines: Any) -> None:
     def admitted() -> list[int]:
         return [pair.words("worker", i)["num_admitted"] for i in (0, 1)]
 
+    pair.wait_idle()  # what others asked for is counted
     before = admitted()
     for _ in range(3):
         assert _on(line, data_parallel_rank=1)[0] == 200

@@ -245,7 +245,7 @@ def test_who_never_begins_tls_keeps_nobody_from_being_served(encrypted):
 def test_a_client_without_the_wanted_certificate_is_not_served(default_model, tmp_path):
     server = TlsServer(
         tmp_path,
-        f"test-tls-mutual-{os.getpid()}",
+        f"tls-m-{os.getpid()}",
         *("--runner=simulated", "--step-ms=1", f"--ssl-certfile={CERT}", f"--ssl-keyfile={KEY}"),
         f"--ssl-ca-certs={CLIENT}",
     ).wait_ready()
