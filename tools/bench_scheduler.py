@@ -28,7 +28,11 @@ from bench_common import (
 from scheduler_run import Pace
 
 BATCHES = (1, 32, 256)
-PACES = (Pace("back_to_back", 0, 100, 7), Pace("paced", 4.48, 50, 5))
+PACES = (
+    Pace("back_to_back", 0, 100, 7),
+    Pace("paced", 4.48, 50, 5),
+    Pace("old_cache", 0, 100, 7, is_old=True),
+)
 Section = Callable[[], list[Row]]
 
 

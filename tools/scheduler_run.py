@@ -48,6 +48,8 @@ VOCABULARY = TokenBytes.from_list(
 )
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 16
+LIVES = 3
+"""How often an old cache was filled anew."""
 
 
 class Output(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -69,12 +71,13 @@ class Outputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`step_ms` 0: one step after the other."""
+    """`step_ms` 0: one step after the other. `is_old`: the prefix cache is full of what others left, and has been for long."""
 
     name: str
     step_ms: float
     num_steps: int
     num_passes: int
+    is_old: bool = False
 
 
 class TimedRunner(SimulatedRunner):
@@ -145,6 +148,22 @@ class Rig:
             engine.submit(Submit((1 << 48) + number, prompt, params), 0)
         while engine.scheduler.waiting or any(s.is_prefilling for s in engine.scheduler.running):
             engine.step()
+
+    def age(self) -> None:
+        """All blocks that nobody holds are cached, and each has been given up and taken again a few times."""
+        blocks = self.engine.scheduler.tables.blocks
+        numbers = np.arange(BLOCK_SIZE, dtype=np.int32)
+        for life in range(LIVES):
+            taken = blocks.allocate(blocks.num_free)
+            for block in taken:
+                blocks.cache.insert(b"%d" % life, (numbers + block).tobytes(), block)
+            # One by one, as sequences end; all at once would leave the cache as it was when it was new.
+            for block in taken:
+                blocks.release([block])
+            for block in range(len(taken)):
+                (again,) = blocks.allocate(1)
+                blocks.cache.insert(b"%d again" % life, (numbers + block).tobytes(), again)
+                blocks.release([again])
 
 
 @contextmanager
@@ -217,6 +236,8 @@ def measure(batch: int, pace: Pace) -> Row:
 
     passes: list[Row] = []
     with rig(batch, pace.step_ms) as r:
+        if pace.is_old:
+            r.age()
 
         def step_one(_: int) -> None:
             r.engine.step()
