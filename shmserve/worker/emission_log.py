@@ -8,15 +8,17 @@ end in the req_id. Written by the worker's main thread, buffered: whole once the
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TokenKind
 
 if TYPE_CHECKING:
     from shmserve.worker.commit import Committed
 
+_encode = msgspec.json.Encoder().encode
 
 MOST_NAMES = 65_536
 """Names remembered; when there are more, all are forgotten and made anew."""
@@ -27,7 +29,7 @@ class EmissionLog:
 
     def __init__(self, path: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._file = open(fd, "w", buffering=1 << 20)  # noqa: SIM115  # open as long as the worker
+        self._file = open(fd, "wb", buffering=1 << 20)  # noqa: SIM115  # open as long as the worker
         self._names: dict[int, str] = {}
 
     def write(self, step: int, time_ns: int, committed: Committed) -> None:
@@ -40,11 +42,15 @@ class EmissionLog:
                     ids.append(req_id)
                     indices.append(int.from_bytes(unit[at + 16 : at + 20], "little"))
                     counts.append(unit[at + 21])
-        names = '"' + '","'.join(map(self._name, ids)) + '"' if ids else ""
-        line = f'{{"step":{step},"time_ns":{time_ns},"req_ids":[{names}],"indices":{json.dumps(indices)}'
+        line = {
+            "step": step,
+            "time_ns": time_ns,
+            "req_ids": list(map(self._name, ids)),
+            "indices": indices,
+        }
         if any(count != 1 for count in counts):
-            line += f',"counts":{json.dumps(counts)}'
-        self._file.write(line + "}\n")
+            line["counts"] = counts
+        self._file.write(_encode(line) + b"\n")
 
     def _name(self, req_id: int) -> str:
         name = self._names.get(req_id)
