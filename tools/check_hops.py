@@ -12,6 +12,7 @@ is negative.
 from __future__ import annotations
 
 import itertools
+import os
 import socket
 import sys
 import tempfile
@@ -201,9 +202,11 @@ def main(
     if port is not None:
         rows, noise_cores = run(port)
     else:
-        core, _ = two_cores()
+        # As in bench_frontend.py: else the kernel wakes the client on the front end's core, behind the end of its own stream.
+        core, other_core = two_cores()
+        os.sched_setaffinity(0, {other_core})
         with tempfile.TemporaryDirectory() as folder:
-            server = OurServer(Path(folder), 16, num_tokens, step_ms, core, False, (), pins=False)
+            server = OurServer(Path(folder), 16, num_tokens, step_ms, core, False, ())
             with server:
                 rows, noise_cores = run(server.port)
     print_table(table_of(rows))
