@@ -20,7 +20,10 @@ from typing import Final
 from shmserve.rings.board_table import BoardSpec
 
 HEARTBEAT_S: Final = 0.25
-"""Every process stores its heartbeat this often."""
+"""A front end that has something to do stores its heartbeat, and its gauges, this often."""
+
+IDLE_HEARTBEAT_S: Final = 0.5
+"""Everybody else: what an idle server uses of a core is its heartbeats."""
 
 
 class Phase(IntEnum):

@@ -1,7 +1,7 @@
 """The supervisor: it starts the front ends and the workers, hears of every death, and leaves nothing behind.
 
 Owns: the order of a life, from the claim to the last unlink, and when it ends. Never: loads torch or aiohttp, serves a request
-(until there is a front end its lobby says 503), or polls: one thread sleeps in one loop, and wakes four times a second for
+(until there is a front end its lobby says 503), or polls: one thread sleeps in one loop, and wakes twice a second for
 its heartbeat. After a death a second one writes the crash dump.
 
     starting --all ready--> ready <--> degraded --SIGTERM, drain--> draining --none in flight--> stopping --all gone--> end
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, MutableMapping
 from typing import Final
 
-from shmserve.boards import HEARTBEAT_S
+from shmserve.boards import IDLE_HEARTBEAT_S
 from shmserve.children import TERMINAL_SIGNALS, Command, child_command
 from shmserve.claim import Claim, claim
 from shmserve.config import Config
@@ -164,7 +164,7 @@ class Supervisor:
 
     def _beat(self) -> None:
         self._wiring.board["heartbeat_ns"] = time.monotonic_ns()
-        self._loop.after(HEARTBEAT_S, self._beat)
+        self._loop.after(IDLE_HEARTBEAT_S, self._beat)
 
     def _bound_log(self) -> None:
         if not self.config.log_file:

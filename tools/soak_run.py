@@ -44,7 +44,7 @@ from soak_laws import (
 from soak_traffic import Mix, Profile, Song, book
 from soak_watch import Look, Process, SoakServer
 
-from shmserve.boards import HEARTBEAT_S
+from shmserve.boards import IDLE_HEARTBEAT_S
 from shmserve.instance_socket import InstanceError
 
 ROUND_S: Final = 8.0
@@ -273,7 +273,7 @@ class Soak:
                 self.looks.append(look)
                 return None
             former = look
-            await asyncio.sleep(2 * HEARTBEAT_S)
+            await asyncio.sleep(2 * IDLE_HEARTBEAT_S)
 
     async def _house(self, mix: Mix) -> None:
         """Every place of the server can be taken at once: none was lost on the way."""

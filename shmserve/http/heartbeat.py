@@ -1,4 +1,4 @@
-"""A front end's heartbeat: what it does of its own accord, four times a second, and all that it does while nobody asks for anything.
+"""A front end's heartbeat: what it does of its own accord, four times a second, or twice, and no more, while nobody asks for anything.
 
 Owns: the timer, and the words of the board that have no other moment: that this process lives, how late its loop is, its gauges. Never: decides
 anything about a request. Event loop's thread only.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from shmserve.boards import HEARTBEAT_S
+from shmserve.boards import HEARTBEAT_S, IDLE_HEARTBEAT_S
 from shmserve.http.garbage import Garbage
 
 if TYPE_CHECKING:
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from shmserve.http.front_end import FrontEnd
     from shmserve.http.tracing import Traces
+
+
+IDLE_AFTER_S: Final = 1.0
+"""So long after the last request the gauges are still shown as often as before."""
 
 
 class Heartbeat:
@@ -29,7 +33,8 @@ class Heartbeat:
         self._server: web.Server | None = None
         self._garbage: Garbage | None = None
         self._loop = asyncio.get_running_loop()
-        self._due = self._loop.time()
+        self._due = self._idle_from = self._loop.time()
+        self._num_requests = 0
         self._beat()
 
     def serves(self, server: web.Server) -> None:
@@ -60,5 +65,8 @@ class Heartbeat:
             self._traces.show()
         if self._garbage is not None:
             self._garbage.look(is_idle=not num_in_flight)
-        self._due = now + HEARTBEAT_S
+        if num_in_flight or line.num_waiting or board["num_requests"] != self._num_requests:
+            self._num_requests = board["num_requests"]
+            self._idle_from = now + IDLE_AFTER_S
+        self._due = now + (HEARTBEAT_S if now < self._idle_from else IDLE_HEARTBEAT_S)
         self._timer = self._loop.call_at(self._due, self._beat)

@@ -55,7 +55,7 @@ def _histogram(name: str, text: str, unit: Unit = "us") -> Shown:
 
 # Words of the boards, whatever process shows them: label "process" (worker0, http0, supervisor0).
 WORDS: Final[dict[str, Shown]] = {
-    "heartbeat_ns": _gauge("heartbeat_age_seconds", "Time since the process last said that it lives; four times a second is usual.", "age"),
+    "heartbeat_ns": _gauge("heartbeat_age_seconds", "Time since the process last said that it lives; twice a second at least is usual.", "age"),
     "pid": _gauge("process_id", "Process id."),
     "phase": _gauge("phase", "What the process does: 0 starting, 1 loading, 2 warming up, 3 idle, 4 prefill, 5 decode, 6 draining, 7 stopped."),
     "phase_since_ns": _gauge("phase_age_seconds", "How long that takes so far; while a worker computes, the age of its step. Without meaning in phase 3.", "age"),
@@ -102,7 +102,7 @@ WORDS: Final[dict[str, Shown]] = {
     "tokens": _counter("tokens", "Tokens that a front end took from its token rings."),
     "mailbox_bytes": _gauge("mailbox_bytes", "Text and ids that wait in front of the transports of congested clients."),
     "mailbox_high_water_bytes": _gauge("mailbox_high_water_bytes", "The most that ever waited there."),
-    "loop_lag_ns": _gauge("loop_lag_seconds", "How late the event loop ran its last timer, four times a second. A stall between two is in shmserve_hop_pop_seconds.", "ns"),
+    "loop_lag_ns": _gauge("loop_lag_seconds", "How late the event loop ran its last timer, four times a second (twice while idle). A stall between two is in shmserve_hop_pop_seconds.", "ns"),
     "debug_listeners": _gauge("debug_listeners", "Clients of /debug/stream."),
     "places": _gauge("places", "Sequences of all requests that are in, from the verdict on them to their last record; the bound is on these."),
     "worst_waiting": _gauge("worst_waiting_rank", "The rank of the request that would have to go first for a better one; 0: none waits."),

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from shmserve.boards import HEARTBEAT_S
+from shmserve.boards import IDLE_HEARTBEAT_S
 from shmserve.control import ControlError, ControlLink, Message
 from shmserve.rings.board import Board
 from shmserve.rings.wakeup import Counter
@@ -49,7 +49,7 @@ class ControlThread:
         poll = select.poll()
         poll.register(self._link.fileno(), select.POLLIN)
         while True:
-            ready = poll.poll(HEARTBEAT_S * 1000)
+            ready = poll.poll(IDLE_HEARTBEAT_S * 1000)
             self._board["heartbeat_ns"] = time.monotonic_ns()
             if not ready:
                 continue
