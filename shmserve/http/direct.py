@@ -52,6 +52,11 @@ ROWS: Final = np.dtype(
 )  # fmt: skip
 
 
+def size_line(size: int) -> bytes:
+    """What stands before a chunk of so many bytes."""
+    return SIZE_LINES[size] if size < MOST_CHUNK_BYTES else b"%x\r\n" % size
+
+
 def direct_path(
     before: bytes,
     after: bytes,

@@ -15,15 +15,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.http.direct import MOST_CHUNK_BYTES, SIZE_LINES, DirectTable, PiecesById
+from shmserve.http.direct import DirectTable, PiecesById, size_line
 from shmserve.http.hop_times import HopTimes
 from shmserve.http.logprob_frames import LogprobFrames
 from shmserve.http.logprobs import FLOOR
 from shmserve.wire.logprobs import PAIRS_PER_SLOT
-from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TokenKind
+from shmserve.wire.tokens import ONE_TOKEN, TOKEN_SLOT_BYTES, TokenKind
 
 _encode = msgspec.json.encode
-_PLAIN: Final = TokenKind.TOKENS | 1 << 8
 # A slot is either kind; `top_*` mean nothing in a TOKENS slot, `logprob` nothing in the other. An id below 0 is one far above.
 _COLUMNS: Final = np.dtype(
     {
@@ -65,8 +64,7 @@ class LogprobPath:
         logprobs = frames.logprobs(token_id, numbers, top_ids)
         line = b""
         if self._is_chunked:
-            size = self._around + len(piece) + len(logprobs)
-            line = SIZE_LINES[size] if size < MOST_CHUNK_BYTES else b"%x\r\n" % size
+            line = size_line(self._around + len(piece) + len(logprobs))
         return b"".join((line, frames.front, piece, frames.middle, logprobs, self._back))
 
 
@@ -128,7 +126,7 @@ class LogprobSender:
                 count = num_beside[i]
                 numbers += top_numbers[i * width : i * width + count]
                 others += top_ids[i][:count]
-            if meta == _PLAIN and self._write(place, token_ids[k], numbers, others):
+            if meta == ONE_TOKEN and self._write(place, token_ids[k], numbers, others):
                 written.append(indices[k])
                 taken += run
                 taken.append(k)

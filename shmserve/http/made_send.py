@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from shmserve.http.direct import MOST_CHUNK_BYTES, SIZE_LINES, DirectTable, PiecesById
-from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TokenKind
+from shmserve.http.direct import DirectTable, PiecesById, size_line
+from shmserve.wire.tokens import ONE_TOKEN, TOKEN_SLOT_BYTES
 
 if TYPE_CHECKING:
     from shmserve.http.choice import Choice
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PLAIN: Final = TokenKind.TOKENS | 1 << 8
 _COLUMNS: Final = np.dtype(
     {
         "names": ["time_ns", "meta", "token_id", "delay_us"],
@@ -76,9 +75,7 @@ class MadePath:
         if not frame:
             return False
         if self._is_chunked:
-            size = len(frame)
-            line = SIZE_LINES[size] if size < MOST_CHUNK_BYTES else b"%x\r\n" % size
-            frame = b"".join((line, frame, b"\r\n"))
+            frame = b"".join((size_line(len(frame)), frame, b"\r\n"))
         try:
             sent = self._send(frame)
         except BlockingIOError:
@@ -122,7 +119,7 @@ class MadeSender:
             chosen.tolist(), slots[chosen].tolist(), *columns, strict=True
         ):
             path = paths[place]  # None: congested since
-            if meta != _PLAIN or path is None or place in is_left:
+            if meta != ONE_TOKEN or path is None or place in is_left:
                 is_left.add(place)
                 continue
             try:

@@ -41,7 +41,13 @@ from shmserve.rings.layout import W_WRITE_CURSOR
 from shmserve.rings.spsc import RingProtocolError
 from shmserve.wire.errors import WireError
 from shmserve.wire.finish import unpack_finish, unpack_message
-from shmserve.wire.tokens import FLAG_LAST_IS_STOP, TOKEN_SLOT_BYTES, TokenKind, token_key
+from shmserve.wire.tokens import (
+    FLAG_LAST_IS_STOP,
+    ONE_TOKEN,
+    TOKEN_SLOT_BYTES,
+    TokenKind,
+    token_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +65,6 @@ _COLUMNS: Final = np.dtype(
         "itemsize": TOKEN_SLOT_BYTES,
     }
 )
-_PLAIN: Final = TokenKind.TOKENS | 1 << 8
 
 
 class Pump:
@@ -166,7 +171,7 @@ class Pump:
         ids = records["req_id"]
         slots = ids & table.mask
         # Plain tokens of requests that are in the table under this very id; all else is looked at one by one.
-        is_plain = (records["meta"] == _PLAIN) & (table.owner[slots] == ids)
+        is_plain = (records["meta"] == ONE_TOKEN) & (table.owner[slots] == ids)
         together = self._step_sender.count_together(slots) if self._step_sender is not None else 0
         if together:
             count = together  # the rest is the next step's

@@ -137,6 +137,12 @@ class Backlog:
         """Its stream was cut: what is left of it may be read until then, not longer."""
         self._until = at
 
+    def excuse(self, seconds: float) -> None:
+        """Time in which nobody served it counts for neither bound."""
+        self._moved_at += seconds
+        if self._until is not None:
+            self._until += seconds
+
     def look(self, now: float) -> str:
         """What is to be said of it: "over" (nothing waits any more), "gone" (it has closed its side), "stuck", or nothing."""
         left = backlog_bytes(self.transport)
@@ -254,8 +260,11 @@ class SlowClients:
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
+        assert self._timer is not None
+        late_s = now - self._timer.when()
         self._timer = None
         for backlog in list(self._watched.values()):
+            backlog.excuse(late_s)
             found = backlog.look(now)
             if found:
                 self.release(backlog)

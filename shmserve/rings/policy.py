@@ -17,7 +17,7 @@ One thread; the same thread as the ring's producer.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from shmserve.rings import layout as L
@@ -76,9 +76,8 @@ class RingWriter:
         self._fold = fold
         self._weigh = weigh
         self._stamp = stamp
-        self._backlog: dict[
-            int, deque[Unit]
-        ] = {}  # insertion order: the key that has waited longest first
+        # The key that has waited longest first. An OrderedDict: a dict from whose front much was taken looks for it.
+        self._backlog: OrderedDict[int, deque[Unit]] = OrderedDict()
 
     @property
     def is_starved(self) -> bool:

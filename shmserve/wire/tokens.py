@@ -27,6 +27,8 @@ class TokenKind(IntEnum):
     LOADING = 8
 
 
+ONE_TOKEN: Final = TokenKind.TOKENS | 1 << 8
+"""`kind`, `count`, `finish` and `flags` of a slot, read as one word from its `kind` on: a single token, and nothing to say of it."""
 FLAG_LAST_IS_STOP: Final = 1
 """TOKENS: the last token ended the request (EOS or a stop id): it counts, and has no text."""
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from shmserve.boards import http_board
 from shmserve.models import PreparedModel
+from shmserve.rings.board import Board
 
 HERE = str(Path(__file__).resolve().parent)
 if HERE not in sys.path:  # serving.py, puppet.py: shared by this folder's tests and tests/e2e
@@ -161,6 +163,16 @@ def wire() -> Iterator[Callable[..., Wire]]:
     yield connect
     for each in wires:
         each.close()
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    """A front end's board that no process looks at."""
+    name = Board.name(f"test-board-{os.getpid()}", 1, "http", 0)
+    made = Board.create(name, http_board(4), 1)
+    yield made
+    made.segment.unlink()
+    made.close()
 
 
 @pytest.fixture

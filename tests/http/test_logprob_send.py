@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from puppet import Rings, finish_record, started_record, tokens_record, until
+from sockets import DirectStream
 
 from shmserve.config import RingConfig
 from shmserve.http import logprob_frames
@@ -60,38 +61,25 @@ def thinking():
     return ReasoningSplitter(ContentOnly(), is_inside=True)
 
 
-class Stream:
+class Stream(DirectStream):
     """One choice of a stream on a socket that is a list. `goes_direct` False: the pump never writes it by itself."""
 
     def __init__(self, entry, kind, num_top, stop, *, goes_direct, is_chunked=True):
+        super().__init__(entry)
         self.pieces = Pieces(WORDS, SPECIAL)
         shown = Pieces(WORDS, frozenset())
         params = SamplingParams(max_tokens=99, num_logprobs=num_top, stop=stop)
         texts = TokenTexts(self.pieces, shown)
         splits = kind == "thinking"  # its text is all reasoning
         envelope = Envelope("chat" if splits else kind, "x-1", "a \u2028\x1a model", 1)
-        self.entry = entry
         extras = Extras(texts=texts, num_top=num_top, new_splitter=thinking if splits else None)
         self.format = OpenAIChoice(envelope, 0, params, (), extras)
         text = TextStream(self.pieces, stop)
         self.choice = Choice(entry, text, self.pieces, self.format.attach(entry))
         self.goes_direct, self.is_chunked = goes_direct, is_chunked
-        self.sent, self.num_direct, self.num_slow, self.room = [], 0, 0, 1 << 30
+        self.num_slow = 0
         entry.logprobs, entry.on_tokens = LogprobLog(), self.on_tokens
         self.go_direct()
-
-    def send(self, frame):
-        taken = frame[: self.room]
-        self.sent.append(taken)
-        self.num_direct += 1
-        self.room -= len(taken)
-        if not taken:
-            raise BlockingIOError
-        return len(taken)
-
-    def spill(self, frame, sent):
-        self.sent.append(frame[sent:])
-        self.entry.direct = None
 
     def on_tokens(self, entry):
         text, ids = self.choice.take_joined()

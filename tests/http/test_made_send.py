@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from puppet import Rings, finish_record, tokens_record, until
+from sockets import DirectStream
 
 from shmserve.config import RingConfig
 from shmserve.http.anthropic.formats import MessageChoice
@@ -118,11 +119,11 @@ FORMS = {
 TIMED = {"times", "all numbers", "thinking, all numbers", "native", "native, new text only"}
 
 
-class Stream:
+class Stream(DirectStream):
     """One choice of a stream on a socket that is a list. `goes_direct` False: the pump never writes it by itself."""
 
     def __init__(self, entry, form, stop, *, goes_direct):
-        self.entry = entry
+        super().__init__(entry)
         entry.arrival_ns = ARRIVAL_NS
         if form in TIMED:
             entry.timing = TokenTimes(Entrance(ARRIVAL_NS, ARRIVAL_NS, ARRIVAL_NS))
@@ -130,23 +131,11 @@ class Stream:
         self.format = FORMS[form](entry)
         self.choice = Choice(entry, TextStream(self.pieces, stop), self.pieces, self.format)
         self.goes_direct = goes_direct
-        self.sent, self.num_direct, self.room, self.noted = [self.format.opening()], 0, 1 << 30, []
+        self.sent.append(self.format.opening())
+        self.noted = []
         self.num_tokens = 0
         entry.on_tokens = self.on_tokens
         self.go_direct()
-
-    def send(self, frame):
-        taken = frame[: self.room]
-        self.sent.append(taken)
-        self.num_direct += 1
-        self.room -= len(taken)
-        if not taken:
-            raise BlockingIOError
-        return len(taken)
-
-    def spill(self, frame, sent):
-        self.sent.append(frame[sent:])
-        self.entry.direct = None
 
     def note(self, choice):
         self.noted.append(choice.num_unwritten)

@@ -1,29 +1,20 @@
 """What a front end shows of single requests and clients: who is in flight, and who is slowest."""
 
 import asyncio
-import os
-import socket
 
 import numpy as np
 import pytest
+from sockets import SilentTransport
 
-from shmserve.boards import MOST_SLOW_SHOWN, http_board
+from shmserve.boards import MOST_SLOW_SHOWN
 from shmserve.config import RingConfig
 from shmserve.http.client import WorkerClient
 from shmserve.http.errors import ApiError
 from shmserve.http.slow_client import SlowClientRules, SlowClients
 from shmserve.request import SamplingParams
-from shmserve.rings.board import Board, BoardReader
+from shmserve.rings.board import BoardReader
 
 RULES = SlowClientRules("coalesce", 1 << 20, 1000.0)
-
-
-@pytest.fixture
-def board():
-    made = Board.create(f"/shmserve.test-rosters-{os.getpid()}.1.http0.board", http_board(4), 1)
-    yield made
-    made.segment.unlink()
-    made.close()
 
 
 @pytest.fixture
@@ -82,30 +73,14 @@ def test_request_that_was_refused_is_not_shown(board, reader):
     asyncio.run(run())
 
 
-class Transport:
-    """A transport of which so much is not taken, over a socket that tells of nothing."""
-
-    def __init__(self, size):
-        self.size = size
-        self._sock = socket.socket()
-        self._sock.close()
-
-    def get_write_buffer_size(self):
-        return self.size
-
-    def get_extra_info(self, name):
-        return self._sock
-
-    def is_closing(self):
-        return False
-
-
 def test_the_slowest_clients_are_shown_the_deepest_first_and_none_that_has_read_on(board, reader):
     async def run():
         clients = SlowClients(board)
         sizes = range(1000, 1000 + MOST_SLOW_SHOWN + 5)
         watched = [
-            clients.watch(Transport(size), RULES, "a test", lambda is_stuck: None, req_id=size)
+            clients.watch(
+                SilentTransport(size), RULES, "a test", lambda is_stuck: None, req_id=size
+            )
             for size in sizes
         ]
         clients._look()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from serving import until
 
-from shmserve.boards import HTTP_BOARD
 from shmserve.config import Config, ConfigError
 from shmserve.http import tracing
 from shmserve.http.request_book import RequestRecord
@@ -76,14 +73,6 @@ def record_of(**known: object) -> RequestRecord:
     for name, value in (values | known).items():
         setattr(record, name, value)
     return record
-
-
-@pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board.create(Board.name(f"test-tracing-{os.getpid()}", 1, "http", 0), HTTP_BOARD, 1)
-    yield made
-    made.segment.unlink()
-    made.close()
 
 
 def spans_of(board: Board, *records: RequestRecord) -> list:
