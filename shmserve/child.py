@@ -66,6 +66,14 @@ def join(role: str, argv: list[str]) -> Joined:
         )
         sys.exit(f"shmserve {role}: error: the supervisor did not welcome us: {reason}")
     message, fds = received
+    if (theirs := message.get("version")) != shmserve.__version__:
+        fault = (
+            f"the supervisor is shmserve {theirs}, this is {shmserve.__version__}: the package was replaced while the instance "
+            "ran; start it anew (shmserve restart)"
+        )
+        link.send({"type": "failed", "error": fault})
+        link.close()
+        sys.exit(f"shmserve {role}: error: {fault}")
     config = Config.from_builtins(message["config"])
     log = install(f"{role}[{message['index']}]", config.log_level, config.log_format)
     board = Board(
@@ -90,6 +98,14 @@ def with_source_tree(environ: Mapping[str, str]) -> dict[str, str]:
     ):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, before)))
     return env
+
+
+def name_of_signal(number: int) -> str:
+    """SIGKILL; of real-time signals all but the first and the last have a number only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def wake_with_parents_end() -> None:

@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Final
 
 from shmserve.boards import HTTP_BOARD, WORKER_BOARD
-from shmserve.child import with_source_tree
+from shmserve.child import name_of_signal, with_source_tree
 from shmserve.control import ControlError, ControlLink, Message
 from shmserve.health import Vitals
 from shmserve.rings.board import Board
@@ -55,6 +55,18 @@ def remove(board: Board) -> None:
     """Unlink a board and close it."""
     board.segment.unlink()
     board.close()
+
+
+def reap_adopted(own: Container[int]) -> None:
+    """As process 1 of a container: reap whom others have left to us (the ranks of a worker that was killed), and nobody of `own`."""
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None or found.si_pid in own:
+            return  # one of ours has a signal of its own on the way, and we are called again
+        os.waitpid(found.si_pid, os.WNOHANG)
 
 
 class Child:
@@ -124,10 +136,10 @@ class Child:
     def adopt(
         cls, role: str, index: int, epoch: int, board: Board, link: ControlLink, pid: int
     ) -> Child:
-        """Take in a process that came over `link`. Raises ProcessLookupError if it is gone; the board is then, too."""
+        """Take in a process that came over `link`. Raises OSError if it is gone, or not to be seen; the board is gone then, too."""
         try:
             pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except OSError:
             remove(board)
             raise
         return cls(role, index, epoch, board, link, None, pid, pidfd)
@@ -179,7 +191,7 @@ class Child:
         if code is None:
             return None
         if code < 0:
-            return self._explain(f"killed by {signal.Signals(-code).name}")
+            return self._explain(f"killed by {name_of_signal(-code)}")
         return self._explain(f"exited with code {code}")
 
     @property

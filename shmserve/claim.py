@@ -21,7 +21,7 @@ from typing import Final
 from shmserve.config import Config
 from shmserve.instance_socket import InstanceError, InstanceLock, LockRecord, runtime_dir
 from shmserve.rings.layout import LOCK_OWNER
-from shmserve.rings.segment import SHM_DIR, is_locked, names, sweep
+from shmserve.rings.segment import SHM_DIR, is_locked, names, open_ours, sweep
 from shmserve.sockets import Listeners, open_listeners
 
 FORMER_CHILDREN_S: Final = 5.0
@@ -111,9 +111,9 @@ def _held_segments(name: str) -> list[str]:
     held = []
     for segment in names(f"shmserve.{name}."):
         try:
-            fd = os.open(SHM_DIR + segment, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_ours(segment, os.O_RDONLY)
         except OSError:
-            continue  # gone meanwhile
+            continue  # gone meanwhile, or not ours
         try:
             if is_locked(fd, LOCK_OWNER):
                 held.append(segment)

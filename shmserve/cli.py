@@ -167,6 +167,7 @@ for _command in (*COMMANDS, dump, top, unit, chat, bench):
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. The entry point of the package."""
+    _open_standard_streams()
     try:
         args = sys.argv[1:] if args is None else list(args)
         result = cli.main(args=args, obj=args, prog_name="shmserve", standalone_mode=False)
@@ -186,12 +187,23 @@ def main(args: Sequence[str] | None = None) -> int:
         return _fail(getattr(error, "strerror", None) or str(error), getattr(error, "code", 1))
 
 
+def _open_standard_streams() -> None:
+    """One that is closed (`>&-`) would be the next socket or file that is opened, and what is printed would go there."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            lowest_free = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(lowest_free, True)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115  # as long as we live
+
+
 def _is_for_the_operator(error: Exception) -> bool:
     """True for errors whose text is one line that says what to do; another is a fault of ours and wants its traceback.
 
-    By name: importing every module that defines one would cost each command its start.
+    By name, its own or that of a kind that it is: importing every module that defines one would cost each command its start.
     """
-    return type(error).__name__ in (
+    for_operators = {
         "ConfigError",
         "DaemonError",
         "DumpError",
@@ -200,13 +212,13 @@ def _is_for_the_operator(error: Exception) -> bool:
         "LoadFileError",
         "LogError",
         "ModelError",
-        "NotListeningError",
         "PlotError",
         "SegmentError",
         "SupervisorError",
         "TargetError",
         "TurnError",
-    )
+    }
+    return any(kind.__name__ in for_operators for kind in type(error).__mro__)
 
 
 def _fail(text: str, code: int) -> int:

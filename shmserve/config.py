@@ -34,6 +34,9 @@ RUNNERS_OF_RANKS = ("auto", "torch", "cuda", "hf")
 """What computes a model of which each rank has a part (--tensor-parallel)."""
 
 
+MOST_KEYS = 1_024
+"""Of clients, and of operators: each request is compared with all of them, and all must fit the message that welcomes a child."""
+
 MOST_ROUTING_BLOCKS = 65_536
 """Blocks of prompts of which a front end remembers who was sent them, where there are several workers."""
 
@@ -230,6 +233,20 @@ class Config:
         ):
             if not least <= seconds <= 86_400.0:
                 raise ConfigError(f"{flag} must be {least} to 86400, got {seconds}")
+        wait_s = self.rings.block_deadline_s * self.num_http
+        if self.rings.token_policy == "block" and wait_s >= self.hang_timeout_s:
+            raise ConfigError(
+                f"--block-deadline {self.rings.block_deadline_s:g} s, for each of {self.num_http} front ends, must be below "
+                f"--hang-timeout {self.hang_timeout_s:g} s: a worker that waits for room would be killed as one that hangs"
+            )
+        for flag, keys in (
+            ("--api-key", self.http.api_keys),
+            ("--admin-key", self.http.admin_keys),
+        ):
+            if len(keys) > MOST_KEYS:
+                raise ConfigError(
+                    f"{flag} and {flag}-file give {len(keys)} keys, and {MOST_KEYS} are the most"
+                )
         precision, possible = self.worker.cpu_precision, PRECISIONS_OF[self.worker.runner]
         if precision not in ("auto", *possible):
             raise ConfigError(

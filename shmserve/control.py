@@ -4,7 +4,7 @@ Owns: framing and descriptor passing. Never: carries a request, a token or a wei
 that its supervisor is gone, and the other way round.
 
 supervisor -> child
-    {"type": "welcome", "role", "index", "instance", "epoch", "config": {...}}     first; fds: [board segment]
+    {"type": "welcome", "role", "index", "instance", "epoch", "version", "config": {...}}    first; fds: [board segment]
     {"type": "listen", "sockets": n}                                               fds: n bound sockets (http only)
     {"type": "channel", "http", "worker", "epoch"}                                 fds: the six of Channel.fds()
     {"type": "board", "role", "index", "name"}                                     a board to read, by name (http only)

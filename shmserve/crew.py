@@ -10,19 +10,22 @@ or ends (`supervisor.py` does); it tells its captain that something changed. Sup
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from shmserve.children import HTTP, WORKER, Child, Command
+from shmserve.children import HTTP, WORKER, Child, Command, reap_adopted
 from shmserve.config import Config
 from shmserve.control import ControlLink, Message
 from shmserve.death_records import DeathRecords
 from shmserve.devices import environment_of, visible_devices
 from shmserve.health_rounds import HealthRounds
+from shmserve.instance_socket import InstanceError
 from shmserve.loop import Loop
 from shmserve.posts import Captain, Post, posts_of
 from shmserve.progress import Reporter
+from shmserve.rings.segment import SegmentError
 from shmserve.wiring import Wiring
 
 STOP_GRACE_S: Final = 5.0
@@ -119,8 +122,8 @@ class Crew:
         board = self._wiring.new_board(role, index, epoch)
         try:
             child = Child.adopt(role, index, epoch, board, link, pid)
-        except ProcessLookupError:
-            return "it is gone"
+        except OSError as error:  # gone; or of a namespace in which we cannot see it
+            return f"process {pid} cannot be watched: {error.strerror}"
         self._settle(post, child)
         self._report.say(f"{role} {index} joined (pid {pid})")
         return ""
@@ -209,6 +212,8 @@ class Crew:
                 self._bury(post, child)
             elif child.poll_stopped():
                 self._rounds.judge(post, child)
+        if os.getpid() == 1:
+            reap_adopted({child.pid for child in self.children()})
 
     def _set_state(self, post: Post, state: str, reason: str = "") -> None:
         """Note the state and tell the front ends, if it or how far it loads is news."""
@@ -261,8 +266,26 @@ class Crew:
             self._loop.after(delay, lambda: self._refill(post))
 
     def _refill(self, post: Post) -> None:
-        if post.child is None and not self.is_leaving:
+        if post.child is not None or self.is_leaving:
+            return
+        try:
             self._fill(post, self._wiring.next_epoch())
+        except (SupervisorError, SegmentError, InstanceError) as error:
+            # The others serve on: no room for a process or a segment may be a matter of seconds, and so is an upgrade of Python.
+            if post.child is not None:
+                post.child.kill(str(error), "failed")
+            else:
+                self._try_again(post, str(error))
+
+    def _try_again(self, post: Post, error: str) -> None:
+        delay = post.died("failed", error)
+        self._wiring.board.add(f"{post.role}_restarts")
+        self._wiring.board.add(f"{post.role}_restarts_failed")
+        if delay is None:
+            self._captain.crew_failed(error)
+        else:
+            self._report.say(f"{error}; again in {max(delay, 1.0):g} s", is_warning=True)
+            self._loop.after(max(delay, 1.0), lambda: self._refill(post))
 
     def drain(self) -> None:
         """Ask the front ends to finish what is in flight. `has_drained` says when."""

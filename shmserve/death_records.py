@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from shmserve.children import Child
 from shmserve.config import Config
 from shmserve.crash_dump import CrashRecorder, Outcome
-from shmserve.log_file import state_path
+from shmserve.log_file import LogError, state_path
 from shmserve.loop import Loop
 from shmserve.progress import Reporter
 from shmserve.recording import Death
@@ -35,15 +35,21 @@ class DeathRecords:
         self._loop = loop
         self._report = reporter
         self._recorder: CrashRecorder | None = None
-        if config.crash_dump:
-            self._recorder = CrashRecorder(
-                os.path.join(state_path(environ), config.instance_name),
-                config.instance_name,
-                model=config.model.served_name,
-                model_folder=config.model.folder,
-                with_contents=config.http.log_prompts,
-            )
-            loop.add(self._recorder.done.fd, self._tell)
+        if not config.crash_dump:
+            return
+        try:
+            folder = os.path.join(state_path(environ), config.instance_name)
+        except LogError as error:
+            reporter.say(f"no crash dumps: {error}", is_warning=True)
+            return
+        self._recorder = CrashRecorder(
+            folder,
+            config.instance_name,
+            model=config.model.served_name,
+            model_folder=config.model.folder,
+            with_contents=config.http.log_prompts,
+        )
+        loop.add(self._recorder.done.fd, self._tell)
 
     def record(self, child: Child, reason: str, others: Iterable[Child]) -> None:
         """`child`, which served, is dead. Call before its rings and its board are removed."""

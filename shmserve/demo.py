@@ -15,6 +15,7 @@ from typing import Final
 from rich.console import Console
 
 from shmserve.chat_turns import Conversation
+from shmserve.child import with_source_tree
 from shmserve.load_report import LoadReport, RequestResult
 from shmserve.load_table import latency_table, text_table
 from shmserve.rings.board import BoardReader, HistogramReading
@@ -40,6 +41,7 @@ def run(prompt: str = PROMPT, max_tokens: int = 160) -> int:
     server = subprocess.Popen(
         [
             sys.executable,
+            "-P",
             "-m",
             "shmserve",
             "start",
@@ -47,6 +49,7 @@ def run(prompt: str = PROMPT, max_tokens: int = 160) -> int:
             f"--instance={instance}",
             "--no-log-requests",
         ],
+        env=with_source_tree(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

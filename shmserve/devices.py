@@ -11,9 +11,17 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from shmserve.cgroup import cores_of_quota
 from shmserve.config import Config, ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+DRIVER_NODES = ("nvidiactl", "nvhost-gpu", "nvgpu", "dxg")
+"""In /dev: of NVIDIA's driver; of it on a Jetson, older or newer; of Windows', as WSL 2 hands it on."""
+
+
+def has_driver(nodes: Path = Path("/dev")) -> bool:
+    """Whether a driver is there, so that there may be a CUDA device."""
+    return any((nodes / name).exists() for name in DRIVER_NODES)
 
 
 def visible_devices(environ: Mapping[str, str], nodes: Path = Path("/dev")) -> list[str]:
@@ -66,7 +74,17 @@ def environment_of_rank(rank: int, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def share_of_cores(num_workers: int) -> int | None:
-    """Threads of one worker among several; None for one alone: its runner knows best."""
-    if num_workers == 1:
+    """Threads of one worker among several; None for one alone that may use its cores at all times: its runner knows best.
+
+    In a container with less time than cores, a thread on each would use up the time of all and stop, the front end with them.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    quota = cores_of_quota()
+    is_bound = quota is not None and quota < num_cores
+    if quota is not None:
+        num_cores = min(num_cores, quota)
+    if num_workers > 1:
+        return max(1, num_cores // num_workers)
+    if not is_bound:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return num_cores if num_cores <= 2 else num_cores - 1  # one is the front end's

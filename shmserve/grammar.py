@@ -35,7 +35,7 @@ def from_json_schema(schema: Any) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
     if schema is True:
         schema = {}
@@ -73,7 +73,10 @@ def from_choice(choices: Any) -> str:
         raise GrammarError(f"choices must be 1 to {MOST_CHOICES} strings")
     if not all(choices):
         raise GrammarError("a choice must not be empty")
-    return LLMatcher.grammar_from_lark("start: " + "\n     | ".join(map(json.dumps, choices)))
+    # One terminal, not as many rules as choices: of those it follows 2,000 at most, and a step of that many takes 80 ms.
+    return LLMatcher.grammar_from_lark(
+        "start: CHOICE\nCHOICE: " + "\n     | ".join(map(json.dumps, choices))
+    )
 
 
 def from_ebnf(text: Any) -> str:
@@ -83,11 +86,19 @@ def from_ebnf(text: Any) -> str:
 
     if not isinstance(text, str):
         raise GrammarError("a grammar must be a string")
+    _check_size(text)  # before it is translated, which takes long
     if "::=" in text:
         try:
             text = gbnf_to_lark(text)
         except (GbnfToLarkError, ValueError, RecursionError) as error:
             raise GrammarError(f"the grammar cannot be read: {error}") from None
+    return LLMatcher.grammar_from_lark(text)
+
+
+def from_lark(text: str) -> str:
+    """A Lark grammar, whatever its strings hold."""
+    from llguidance import LLMatcher
+
     return LLMatcher.grammar_from_lark(text)
 
 
@@ -98,7 +109,7 @@ def from_structural_tag(tag: Any) -> str:
     if isinstance(tag, str):
         try:
             tag = json.loads(tag)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GrammarError(f"the structural tag is not valid JSON: {error}") from None
     structures, triggers = (
         (tag.get("structures"), tag.get("triggers")) if isinstance(tag, dict) else (None, None)
@@ -128,12 +139,16 @@ def check(grammar: str, tokenizer: LLTokenizer) -> None:
     """Raise GrammarError unless the grammar can be honoured, whole. Takes milliseconds; releases the interpreter lock."""
     from llguidance import LLMatcher
 
-    size = len(grammar.encode())
-    if size > MOST_GRAMMAR_BYTES:
-        raise GrammarError(f"the grammar has {size} bytes, at most {MOST_GRAMMAR_BYTES} are taken")
+    _check_size(grammar)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
     if is_error or messages:
         raise GrammarError("; ".join(" ".join(message.split()) for message in messages))
+
+
+def _check_size(grammar: str) -> None:
+    size = len(grammar.encode())
+    if size > MOST_GRAMMAR_BYTES:
+        raise GrammarError(f"the grammar has {size} bytes, at most {MOST_GRAMMAR_BYTES} are taken")
 
 
 def tokenizer_of(model: PreparedModel) -> LLTokenizer:

@@ -8,7 +8,7 @@ Owns: the rules, as pure functions of what the boards and the kernel say. Never:
                its kind took (worker/step_times.py), and than
                hang_timeout
     loading    nothing is hung before hang_timeout: an import may hold the interpreter for seconds;
-               killed when one phase of it takes 600 s
+               killed when it gets no further for 600 s
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def examine(vitals: Vitals, now_ns: int, hang_timeout_s: float) -> Verdict:
     phase_age = (now_ns - max(vitals.phase_since_ns, vitals.grace_ns)) / _NS
     if not vitals.is_ready:
         if silence >= LOADING_TIMEOUT_S or phase_age >= LOADING_TIMEOUT_S:
-            return Verdict("hung", f"it loads for {max(silence, phase_age):.0f} s", True)
+            age = max(silence, phase_age)
+            return Verdict("hung", f"it got no further for {age:.0f} s while it loads", True)
         if silence >= hang_timeout_s:
             return Verdict("hung", f"no heartbeat for {silence:.1f} s while it loads")
         return Verdict("ok")

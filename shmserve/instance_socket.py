@@ -17,6 +17,7 @@ carries a request. Peers must be of our own uid, or root (SO_PEERCRED).
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import socket
@@ -101,7 +102,11 @@ class InstanceLock:
         lock_path, socket_path = _paths(directory, name)
         deadline = time.monotonic() + _SWEEP_S
         while True:
-            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                fd = os.open(lock_path, flags, 0o600)
+            except OSError as error:
+                raise InstanceError(f"cannot open {lock_path}: {error.strerror}") from None
             if not try_lock(fd, LOCK_OWNER):
                 holder = _read_record(fd)
                 os.close(fd)
@@ -120,8 +125,16 @@ class InstanceLock:
     def record(self, record: LockRecord) -> None:
         """Write what a second start, and a start after a kill -9, should know."""
         data = msgspec.json.encode(record)
-        os.pwrite(self._fd, data, 0)
-        os.ftruncate(self._fd, len(data))
+        try:
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
+        except OSError as error:
+            raise InstanceError(f"cannot write {self._lock_path}: {error.strerror}") from None
+
+    def touch(self) -> None:
+        """Show that the file is in use: what is old in a directory like /tmp is removed there, and the name would be nobody's."""
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing is removed
+            os.utime(self._fd)
 
     def listen(self) -> socket.socket:
         """Bind the instance socket; a stale file is removed, since only the lock's holder may bind."""
@@ -220,10 +233,14 @@ def is_holder(directory: str, name: str, pid: int) -> bool:
     """True if process `pid` has the lock file open: the record alone may be of a holder that was killed."""
     lock_path = os.path.realpath(_paths(directory, name)[0])
     try:
-        links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+        entries = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return False  # it is gone, or was never ours
-    return lock_path in links
+    for entry in entries:
+        with contextlib.suppress(OSError):  # a descriptor that has been closed since
+            if os.readlink(f"/proc/{pid}/fd/{entry}") == lock_path:
+                return True
+    return False
 
 
 def sweep_stale(directory: str) -> list[str]:
@@ -254,6 +271,27 @@ def _is_held(directory: str, name: str) -> bool:
         os.close(fd)
 
 
+def _connect(path: str, timeout_s: float) -> ControlLink:
+    """Raises BlockingIOError if the backlog is full for so long: who does not answer may have many askers already."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # The kernel's own limit: with one of Python's the socket would not wait at all.
+        seconds, rest = divmod(max(timeout_s, 1e-3), 1.0)
+        limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return ControlLink(sock)
+
+
+def _no_answer(name: str, timeout_s: float) -> InstanceError:
+    return InstanceError(
+        f"instance {name!r} did not answer in {timeout_s:g} s (it may still prepare its model)"
+    )
+
+
 def ask(
     directory: str, name: str, message: Message, timeout_s: float, until_gone: bool = False
 ) -> Message:
@@ -263,7 +301,9 @@ def ask(
     """
     _, socket_path = _paths(directory, name)
     try:
-        link = ControlLink.connect(f"unix:{socket_path}")
+        link = _connect(socket_path, timeout_s)
+    except BlockingIOError:
+        raise _no_answer(name, timeout_s) from None
     except OSError:
         raise NotListeningError(
             f"no instance {name!r} is running (nobody answers on {socket_path})"
@@ -282,9 +322,7 @@ def ask(
             continue
         return answer
     except TimeoutError:
-        raise InstanceError(
-            f"instance {name!r} did not answer in {timeout_s:g} s (it may still prepare its model)"
-        ) from None
+        raise _no_answer(name, timeout_s) from None
     except (OSError, ControlError) as error:
         raise InstanceError(f"instance {name!r} cannot be asked: {error}") from None
     finally:

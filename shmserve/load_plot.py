@@ -119,6 +119,12 @@ def plot_sweep(path: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_against_throughput(axis: Any, rows: Sequence[dict[str, Any]], series: str) -> None:
+    axis.set_xlabel("output tokens/s")
+    rows = [row for row in rows if row[f"{series}_max_ms"] is not None]
+    if not rows:  # answers of one token have no gaps
+        place = {"ha": "center", "va": "center", "transform": axis.transAxes}
+        axis.text(0.5, 0.5, "nothing to draw", color=FAINT, **place)
+        return
     tokens = [row["tokens_per_s"] for row in rows]
     colour = COLOURS[series]
     for percent, style, alpha in (("p50", "-", 1.0), ("p90", "--", 0.7), ("p99", ":", 0.7)):
@@ -130,7 +136,6 @@ def _draw_against_throughput(axis: Any, rows: Sequence[dict[str, Any]], series: 
         axis.annotate(
             _short(row["load"]), (x, row[f"{series}_p99_ms"]), fontsize=7.5, color=FAINT, **place
         )
-    axis.set_xlabel("output tokens/s")
     axis.margins(x=0.08, y=0.12)
     axis.set_xlim(left=0)
     least = min(row[f"{series}_p50_ms"] for row in rows)

@@ -23,10 +23,12 @@ class LogError(RuntimeError):
 
 
 def state_path(environ: Mapping[str, str]) -> str:
-    """$XDG_STATE_HOME/shmserve, by default ~/.local/state/shmserve, there or not."""
+    """$XDG_STATE_HOME/shmserve, by default ~/.local/state/shmserve, there or not. Raises LogError if there is no home."""
     base = environ.get("XDG_STATE_HOME", "")
     if not base.startswith("/"):  # the specification: a relative path there is to be ignored
         home = environ.get("HOME", "") or os.path.expanduser("~")
+        if not home.startswith("/"):
+            raise LogError("this user has no home directory (HOME): set XDG_STATE_HOME")
         base = os.path.join(home, ".local", "state")
     return os.path.join(base, "shmserve")
 
@@ -69,21 +71,31 @@ class BoundedLog:
         self._fd = fd
 
     def check(self) -> str:
-        """Empty the file if it is past its bound, and say why what was in it is lost, or ""."""
+        """Empty the file if it is past its bound, and say why what was in it is lost, or "". Raises LogError if it cannot be emptied."""
         found = os.fstat(self._fd)
         if found.st_size <= self._max_bytes:
             return ""
         if not self._is_ours():
             if not found.st_nlink:  # removed: nobody will ever read it, and it would fill the disk
-                os.ftruncate(self._fd, 0)
+                self._empty()
             return ""
         lost = ""
         try:
             self._keep()
         except OSError as error:
             lost = f"the log was emptied, and not kept: {self._path}.1: {error.strerror}"
-        os.ftruncate(self._fd, 0)
+        self._empty()
         return lost
+
+    def _empty(self) -> None:
+        try:
+            os.ftruncate(self._fd, 0)
+        except (
+            OSError
+        ) as error:  # it may only be appended to (chattr +a), or its disk is read-only by now
+            raise LogError(
+                f"the log cannot be kept within --log-max-bytes: {self._path}: {error.strerror}"
+            ) from None
 
     def _is_ours(self) -> bool:
         try:

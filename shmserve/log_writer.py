@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -102,7 +103,14 @@ class LogWriter:
         done = 0
         with contextlib.suppress(OSError):  # whoever read it has gone; what it missed is counted
             while done < len(data):
-                done += os.write(self._fd, data[done:])
+                try:
+                    done += os.write(self._fd, data[done:])
+                except (
+                    BlockingIOError
+                ):  # whose descriptor it was has made it so, for all that have it
+                    poll = select.poll()
+                    poll.register(self._fd, select.POLLOUT)
+                    poll.poll()
         return done
 
 

@@ -30,10 +30,14 @@ class ModelError(Exception):
 
 
 def cache_root() -> Path:
-    """$XDG_CACHE_HOME/shmserve, by default ~/.cache/shmserve."""
+    """$XDG_CACHE_HOME/shmserve, by default ~/.cache/shmserve. Raises ModelError if there is no home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path there is to be ignored.
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "shmserve"
+    if base.startswith("/"):  # the XDG specification: a relative path there is to be ignored
+        return Path(base) / "shmserve"
+    try:
+        return Path.home() / ".cache" / "shmserve"
+    except RuntimeError:
+        raise ModelError("this user has no home directory (HOME): set XDG_CACHE_HOME") from None
 
 
 @contextlib.contextmanager
@@ -116,11 +120,21 @@ def remembered_sha256(path: Path, cache: Path, progress: Progress) -> str:
         return known.sha256
     digest = sha256_of(path, progress)
     remembered = _Remembered(str(path), stat.st_size, stat.st_mtime_ns, digest)
+    with contextlib.suppress(
+        OSError
+    ):  # a cache that is only read: the file is then read again each time
+        _note(note, remembered)
+    return digest
+
+
+def _note(note: Path, remembered: _Remembered) -> None:
     note.parent.mkdir(parents=True, exist_ok=True)
     fresh = note.with_name(f"{note.name}.{os.getpid()}")
-    fresh.write_bytes(msgspec.json.encode(remembered))
-    os.replace(fresh, note)
-    return digest
+    try:
+        fresh.write_bytes(msgspec.json.encode(remembered))
+        os.replace(fresh, note)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -2,12 +2,14 @@
 
 Owns: reading those facts from a GGUF file's metadata, or from the JSON files of a Hugging Face
 folder. Never: reads weights, writes anything, or makes up what a file does not say (a model without
-a chat template has none).
+a chat template has none), but for the well-known ends of answers.
 
 Used while a model is prepared. Every failure is a `ModelError` that names the file.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,20 @@ from tokenizers import Tokenizer
 from shmserve.gguf import GGUFError, GGUFFile
 from shmserve.model_cache import ModelError
 from shmserve.tokenizer_build import build_tokenizer
+
+END_TEXTS = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),  # Llama 3
+        *("<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    )
+)
+"""Control tokens that end an answer, whatever a GGUF file says: it has room for three, and many files name but one. Without them the
+answers of a Llama 3 whose file says <|end_of_text|>, and those of a Qwen to a plain prompt, would never end."""
+
+CLASS_TIMEOUT_S = 120
+MOST_IDS = 1 << 24
+"""Of a vocabulary: there is a table with an entry for each, so a number that is absurd must not get that far."""
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 
@@ -59,14 +75,22 @@ def facts_of_gguf(path: Path) -> ModelFacts:
     if embedding is not None:
         vocab_size = max(vocab_size, embedding.shape[0])
 
-    def token_id(name: str) -> int | None:
+    def token_id(name: str, *, is_needed: bool = True) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
         value = _number(metadata, key, path)
         if value is not None and not 0 <= value < vocab_size:
+            if not is_needed:  # converters wrote 4294967295 for a model that has none
+                return None
             raise ModelError(f"{path}: {key} is {value}, the vocabulary has {vocab_size} ids")
         return value
 
-    ends = (token_id("eos"), token_id("eot"), token_id("eom"))
+    unknown = token_id("unknown", is_needed=False)
+    named = [
+        i
+        for i, token in sorted(tokenizer.get_added_tokens_decoder().items())
+        if token.special and token.content in END_TEXTS and i != unknown  # that one has its meaning
+    ]
+    ends = (token_id("eos"), token_id("eot"), token_id("eom"), *named)
     bos = token_id("bos")
     template = metadata.get("tokenizer.chat_template")
     return ModelFacts(
@@ -76,8 +100,8 @@ def facts_of_gguf(path: Path) -> ModelFacts:
         context_length=context_length,
         bos_token_id=bos,
         eos_token_ids=_distinct(ends),
-        pad_token_id=token_id("padding"),
-        unk_token_id=token_id("unknown"),
+        pad_token_id=token_id("padding", is_needed=False),
+        unk_token_id=unknown,
         add_bos_token=built.adds_bos and bos is not None,
         add_eos_token=built.adds_eos and token_id("eos") is not None,
         chat_template=template if isinstance(template, str) and template else None,
@@ -100,6 +124,10 @@ def facts_of_folder(folder: Path) -> ModelFacts:
     tokenizer = _load_tokenizer(folder / "tokenizer.json")
     where = folder / "config.json"
 
+    def ids_of(values: Mapping[str, Any], name: str) -> list[int]:
+        """Some files have -1 for a token that the model does not have."""
+        return [i for i in _ids(values.get(f"{name}_token_id")) if 0 <= i < (vocab_size or 0)]
+
     def named(name: str) -> int | None:
         """The id of a token that tokenizer_config.json gives as text."""
         token = settings.get(f"{name}_token")
@@ -110,7 +138,9 @@ def facts_of_folder(folder: Path) -> ModelFacts:
         by_name = named(name)
         if by_name is not None:
             return by_name
-        return next(iter(_ids(body.get(f"{name}_token_id"))), None)
+        if settings.get(f"{name}_token", "") is None:  # it says that there is none
+            return None
+        return next(iter(ids_of(body, name)), None)
 
     architecture = body.get("model_type")
     if not isinstance(architecture, str):
@@ -118,24 +148,68 @@ def facts_of_folder(folder: Path) -> ModelFacts:
     vocab_size = _number(body, "vocab_size", where)
     lengths = (_number(body, key, where) for key in _CONTEXT_KEYS)
     context_length = next((length for length in lengths if length), None)
+    if isinstance(text, dict) and not (vocab_size and context_length):
+        unsaid = _sizes_of_class(folder)
+        vocab_size = vocab_size or unsaid.get("vocab_size")
+        context_length = context_length or unsaid.get("context_length")
+    if context_length and context_length > 0:
+        context_length = max(context_length, _stretched(body, context_length))
     if not vocab_size or not context_length:
         missing = "vocab_size" if not vocab_size else _CONTEXT_KEYS[0]
         raise ModelError(f"{where}: it gives no {missing} (model_type {architecture!r})")
+    if not 0 < vocab_size <= MOST_IDS or context_length < 1:
+        sizes = f"a vocabulary of {vocab_size}, a context of {context_length} tokens"
+        raise ModelError(f"{where}: no model has {sizes}")
     bos = token_id("bos")
-    ends = _ids(generation.get("eos_token_id")) or _ids(body.get("eos_token_id"))
+    ends = ids_of(generation, "eos") or ids_of(body, "eos")
     return ModelFacts(
         tokenizer=tokenizer,
         architecture=architecture,
         vocab_size=vocab_size,
         context_length=context_length,
         bos_token_id=bos,
-        eos_token_ids=_distinct((*ends, named("eos"))),
+        eos_token_ids=_distinct((named("eos"), *ends)),  # the first is the template's eos_token
         pad_token_id=token_id("pad"),
         unk_token_id=token_id("unk"),
         add_bos_token=_adds_bos(tokenizer, settings, bos),
         add_eos_token=False,
         chat_template=_chat_template(folder, settings),
     )
+
+
+_SIZES_OF_CLASS = """
+import json, sys
+from transformers import AutoConfig
+config = AutoConfig.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False)
+text = config.get_text_config(decoder=True)
+print(json.dumps({"vocab_size": text.vocab_size, "context_length": text.max_position_embeddings}))
+"""
+
+
+def _sizes_of_class(folder: Path) -> dict[str, int]:
+    """What transformers' class takes where the text part of a larger model says nothing, as in Gemma 3's files; empty if it knows neither.
+
+    In a process of its own: transformers takes seconds and much memory, and nothing else here needs it.
+    """
+    command = [sys.executable, "-P", "-c", _SIZES_OF_CLASS, str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CLASS_TIMEOUT_S)
+        found = json.loads((done.stdout.splitlines() or ["{}"])[-1])
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}  # the caller says what is missing
+    return {key: value for key, value in found.items() if isinstance(value, int)}
+
+
+def _stretched(config: Mapping[str, Any], context_length: int) -> int:
+    """What YaRN makes of the context, where `max_position_embeddings` is still that of the training; 0 without it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or "yarn" not in (rope.get("rope_type"), rope.get("type")):
+        return 0
+    original = rope.get("original_max_position_embeddings") or context_length
+    factor = rope.get("factor")
+    if not isinstance(original, int) or not isinstance(factor, int | float):
+        return 0  # who loads the model says what is wrong
+    return int(original * factor) if 0 < factor < 1e6 else 0
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

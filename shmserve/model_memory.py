@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from shmserve.cgroup import free_memory_bytes
 from shmserve.gguf import GGUFError, GGUFFile
 from shmserve.model_cache import ModelError
 
@@ -39,10 +40,12 @@ def bfloat16_bytes(tensor: TensorSize) -> int:
 
 
 def available_bytes() -> int:
-    """The memory that can be had without pushing others out, as the kernel estimates it."""
+    """The memory that can be had without pushing others out, as the kernel estimates it, and no more than a container may have."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    allowed = free_memory_bytes()
+    return available if allowed is None else min(available, allowed)
 
 
 def refuse_without_room(
@@ -66,7 +69,7 @@ def mebibytes(count: int) -> str:
 def tensors_of(weights: Path) -> Iterator[TensorSize]:
     """The tensors of a .gguf file, or of a folder's safetensors files."""
     if weights.is_dir():
-        for path in sorted(weights.glob("*.safetensors")):
+        for path in _files_of(weights):
             yield from _safetensors(path)
         return
     try:
@@ -75,6 +78,19 @@ def tensors_of(weights: Path) -> Iterator[TensorSize]:
         raise ModelError(str(error)) from None
     for info in file.tensors.values():
         yield TensorSize(info.name, info.type_name, prod(info.shape))
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files that its index names, or model.safetensors: beside them some folders have the weights once more, in another layout."""
+    index = folder / "model.safetensors.index.json"
+    named = {"model.safetensors"}
+    try:
+        if index.exists():
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        named = set()  # who loads it says what is wrong with it
+    files = sorted(folder.glob("*.safetensors"))
+    return [path for path in files if path.name in named] or files
 
 
 def _safetensors(path: Path) -> Iterator[TensorSize]:

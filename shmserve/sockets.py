@@ -27,6 +27,10 @@ class ListenError(RuntimeError):
     """The address cannot be served; the text is one line that names it."""
 
 
+class _NoSuchAddressError(ListenError):
+    """This machine does not have it: where a name has several (localhost in a container without IPv6), the others will do."""
+
+
 @dataclass(slots=True)
 class Listeners:
     """`groups[i]` are the sockets of front end i; `url` is where a client finds them; `port` is 0 for a Unix socket."""
@@ -72,25 +76,31 @@ def _open_tcp(config: HttpConfig, num_http: int, scheme: str) -> Listeners:
             type=socket.SOCK_STREAM,
             flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV,
         )
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter of what no name can be
+        reason = getattr(error, "strerror", None) or str(error)
         raise ListenError(
-            f"--host {config.host!r} is no address of this machine: {error.strerror}"
+            f"--host {config.host!r} is no address of this machine: {reason}"
         ) from None
     addresses = list(dict.fromkeys((family, address[:2]) for family, _, _, _, address in found))
     groups: list[list[socket.socket]] = [[] for _ in range(num_http)]
     port = config.port
+    missing: _NoSuchAddressError | None = None
     try:
         for family, (host, _) in addresses:
-            if num_http == 1:
-                sock = _bind(family, str(host), port, config.backlog)
-                port = sock.getsockname()[1]  # port 0: the other addresses take the same one
-                groups[0].append(sock)
+            try:
+                probe = _bind(family, str(host), port, config.backlog if num_http == 1 else None)
+            except _NoSuchAddressError as error:
+                missing = error
                 continue
-            probe = _bind(family, str(host), port, None)
-            port = probe.getsockname()[1]
+            port = probe.getsockname()[1]  # port 0: the other addresses take the same one
+            if num_http == 1:
+                groups[0].append(probe)
+                continue
             probe.close()
             for group in groups:
                 group.append(_bind(family, str(host), port, config.backlog, reuse_port=True))
+        if missing is not None and not groups[0]:
+            raise missing
     except BaseException:
         for group in groups:
             for sock in group:
@@ -104,7 +114,10 @@ def _bind(
     family: int, host: str, port: int, backlog: int | None, reuse_port: bool = False
 ) -> socket.socket:
     """A bound socket, listening unless `backlog` is None. Raises ListenError."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _why(host, port, error) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
@@ -117,19 +130,23 @@ def _bind(
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise ListenError(_why(host, port, error)) from None
+        raise _why(host, port, error) from None
     return sock
 
 
-def _why(host: str, port: int, error: OSError) -> str:
+def _why(host: str, port: int, error: OSError) -> ListenError:
     where = f"{f'[{host}]' if ':' in host else host}:{port}"
     if error.errno == errno.EADDRINUSE:
-        return f"{where} is in use by another program; stop it or choose another --port"
+        return ListenError(
+            f"{where} is in use by another program; stop it or choose another --port"
+        )
     if error.errno == errno.EACCES:
-        return f"{where} needs a privilege that this user lacks; choose a --port from 1024 up"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"{where} is no address of this machine; choose another --host"
-    return f"cannot listen on {where}: {error.strerror}"
+        return ListenError(
+            f"{where} needs a privilege that this user lacks; choose a --port from 1024 up"
+        )
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return _NoSuchAddressError(f"{where} is no address of this machine; choose another --host")
+    return ListenError(f"cannot listen on {where}: {error.strerror}")
 
 
 def _open_unix(config: HttpConfig, num_http: int) -> Listeners:

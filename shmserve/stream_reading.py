@@ -48,7 +48,7 @@ class Reading:
         self.status: int | None = None
         self.arrivals_ns: list[int] = []  # of events with text
         self.lags: list[tuple[int, float]] = []  # (read at, ms), a token each
-        self.usage: Mapping[str, Any] = {}
+        self.usage: Mapping[str, int] = {}
         self.finish_reason: str | None = None
         self.message = ""  # the server's word on what went wrong
         self.is_done = False
@@ -66,7 +66,7 @@ class Reading:
             self.has_failed = True
             self.message = message_of(chunk)
             return NOTHING
-        self.usage = chunk.get("usage") or self.usage
+        self.usage = _counts_of(chunk.get("usage")) or self.usage
         text = reasoning = ""
         has_content = False
         for choice in chunk.get("choices") or ():
@@ -101,6 +101,13 @@ class Reading:
         if self.has_failed:
             return "error in stream"
         return None if self.is_done else "broken stream"
+
+
+def _counts_of(usage: Any) -> dict[str, int]:
+    """What a usage object counts. Some servers leave a number null until they know it."""
+    if not isinstance(usage, dict):
+        return {}
+    return {name: count for name, count in usage.items() if type(count) is int}
 
 
 def message_of(answer: Any) -> str:

@@ -32,7 +32,7 @@ from shmserve.devices import check_devices, visible_devices
 from shmserve.instance_server import InstanceServer
 from shmserve.lobby import Lobby
 from shmserve.log_file import CHECK_S as LOG_CHECK_S
-from shmserve.log_file import BoundedLog
+from shmserve.log_file import BoundedLog, LogError
 from shmserve.loop import Loop, exit_on_signals
 from shmserve.notify import Notifier, extension
 from shmserve.posts import queue_of
@@ -46,6 +46,7 @@ Prepare = Callable[[Config, Callable[[str, float | None], None]], Config]
 _MORE_TIME_S: Final = 120.0  # what a service manager grants with every word of progress, and
 _ASK_TIME_S: Final = 15.0  # how often it is asked where there is none to tell
 _SPARE_S: Final = 5.0
+_TOUCH_S: Final = 3600.0
 
 
 class Supervisor:
@@ -151,6 +152,7 @@ class Supervisor:
                 self._feed_watchdog()
                 self._ask_for_time()
                 self._bound_log()
+                self._keep_files(claimed)
                 while not self._is_over:
                     self._loop.turn()
             finally:
@@ -164,15 +166,25 @@ class Supervisor:
 
     def _beat(self) -> None:
         self._wiring.board["heartbeat_ns"] = time.monotonic_ns()
+        self._notifier.send_missed()
         self._loop.after(IDLE_HEARTBEAT_S, self._beat)
 
     def _bound_log(self) -> None:
         if not self.config.log_file:
             return
-        lost = BoundedLog(self.config.log_file, self.config.log_max_bytes).check()
+        try:
+            lost = BoundedLog(self.config.log_file, self.config.log_max_bytes).check()
+        except LogError as error:
+            self._report.say(str(error), is_warning=True)
+            return  # said once: the next check would find the same
         if lost:
             self._report.say(lost, is_warning=True)
         self._loop.after(LOG_CHECK_S, self._bound_log)
+
+    def _keep_files(self, claimed: Claim) -> None:
+        """What nobody touches for days is removed from /tmp (systemd-tmpfiles), and the specification lets $XDG_RUNTIME_DIR do so after six hours."""
+        claimed.lock.touch()
+        self._loop.after(_TOUCH_S, lambda: self._keep_files(claimed))
 
     def _feed_watchdog(self) -> None:
         """WATCHDOG=1 while nobody is stopped or hung: the service manager restarts what does not get well."""

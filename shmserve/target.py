@@ -78,8 +78,9 @@ async def served_model(target: Target, session: aiohttp.ClientSession) -> str:
         async with session.get(target.url("/v1/models"), timeout=timeout) as response:
             body = await response.read()
             if response.status == 401:
+                what = "does not take our key" if target.api_key else "wants a key"
                 raise TargetError(
-                    f"{target.name} wants a key: --api-key or the variable OPENAI_API_KEY"
+                    f"{target.name} {what}: --api-key, or the variable SHMSERVE_API_KEY or OPENAI_API_KEY"
                 )
             try:
                 answer = await response.json(content_type=None)

@@ -75,11 +75,12 @@ class Watch:
         return Look(time.monotonic_ns(), boards, rings)
 
     def _follow(self) -> None:
-        """Attach what is new, let go of what is gone: a successor's segments have names of their own."""
+        """Attach what is new, let go of what is gone. A successor's segments have names of their own, those of an instance that was
+        restarted may have the old ones."""
         boards, rings = set(boards_of(self.instance)), set(rings_of(self.instance))
-        for gone in self._boards.keys() - boards:
+        for gone in [name for name, one in self._boards.items() if not one.segment.is_named()]:
             self._boards.pop(gone).close()
-        for gone in self._rings.keys() - rings:
+        for gone in [name for name, one in self._rings.items() if not one.segment.is_named()]:
             self._rings.pop(gone).close()
         for name in sorted(boards - self._boards.keys()):
             try:

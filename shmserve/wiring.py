@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from shmserve import __version__
 from shmserve.boards import SUPERVISOR_BOARD, http_board
 from shmserve.children import BOARD_SPECS, HTTP, WORKER, Child
 from shmserve.config import Config
@@ -76,6 +77,7 @@ class Wiring:
                 "index": child.index,
                 "instance": self._instance,
                 "epoch": child.epoch,
+                "version": __version__,
                 "config": config,
             },
             [child.board.segment.fd],

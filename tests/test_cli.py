@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pytest
 
 from shmserve import __version__, cli, supervisor
 from shmserve.config import Config, ConfigError
+from shmserve.control import MAX_MESSAGE_BYTES
 from shmserve.models import PreparedModel
 from shmserve.settings import SETTINGS, ByteSize
 
@@ -193,6 +198,11 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         (["start", "--port", "many"], 2, ["--port", "'many'"]),
         (["start", "--queue-full-status", "500"], 1, ["--queue-full-status must be 503 or 429"]),
         (["start", "--waiting-timeout", "-1"], 1, ["--waiting-timeout must be 0.0 to"]),
+        (
+            ["start", "--token-policy=block", "--block-deadline=30", "--http-processes=2"],
+            1,
+            ["--block-deadline 30 s, for each of 2 front ends", "--hang-timeout 60 s"],
+        ),
         (["start", "--port", "70000"], 1, ["--port must be 0 to 65535", "70000"]),
         (["start", "--token-policy", "hope"], 2, ["--token-policy", "coalesce"]),
         (["start", "--token-ring-slots", "100"], 1, ["--token-ring-slots", "power of two"]),
@@ -205,6 +215,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         (["start", "--log-file", "/no/such/log"], 1, ["--log-file /no/such/log"]),
         (["start", "--log-max-bytes", "10"], 1, ["--log-max-bytes", "4096"]),
         (["status"], 1, ["no instance is running"]),
+        (["bench", "--rate", "1"], 1, ["no instance is running", "--url"]),
         (["restart", "--instance", "nobody"], 1, ["nobody"]),
         (["stop", "--port", "1"], 1, ["-1'", "is running"]),
         (["drain", "--instance", "nobody"], 1, ["nobody"]),
@@ -237,10 +248,14 @@ def test_operators_errors_lose_their_traceback_and_ours_keep_it() -> None:
     @cli.cli.command("break")
     @click.argument("how")
     def broken(how: str) -> None:
-        raise ConfigError("two\nlines") if how == "config" else KeyError(how)
+        class CloserError(ConfigError):
+            """One of that kind, by another name."""
+
+        errors = {"config": ConfigError("two\nlines"), "closer": CloserError("two\nlines")}
+        raise errors.get(how, KeyError(how))
 
     try:
-        assert cli.main(["break", "config"]) == 1
+        assert cli.main(["break", "config"]) == cli.main(["break", "closer"]) == 1
         with pytest.raises(KeyError):
             cli.main(["break", "other"])
     finally:
@@ -289,3 +304,115 @@ def test_lists_of_hosts_and_origins_are_repeated_flags(start: Run) -> None:
     http = start("--allowed-hosts", "a.example", "--allowed-hosts", ".b.example").http
     assert http.allowed_hosts == ("a.example", ".b.example")
     assert start("--cors-origin", "https://c.example").http.cors_origins == ("https://c.example",)
+
+
+def test_every_option_is_a_variable_the_settings_file_too(
+    start: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("port = 9007\n")
+    monkeypatch.setenv("SHMSERVE_CONFIG", str(file))
+    assert start().http.port == 9007
+
+
+def test_an_address_that_kubernetes_put_into_our_variable_is_no_port(
+    start: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It names one for every service, after the service: SHMSERVE_PORT, if that is called shmserve."""
+    monkeypatch.setenv("SHMSERVE_PORT", "tcp://10.96.0.17:8000")
+    assert start() == Config()
+    file = tmp_path / "settings.toml"
+    file.write_text("port = 9008\n")
+    assert start("--config", str(file)).http.port == 9008
+    assert start("--port", "9009").http.port == 9009
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"port = [8000]", "port must be one value"),
+        (b"port = 1979-05-27", "port must be one value"),
+        (b"port = {a = 1}", "port must be one value"),
+        (b"port = true", "port must be one value"),
+        (b"max-num-seqs = 32.7", "max-num-seqs must be a whole number"),
+        (b"max-queued-requests = inf", "max-queued-requests must be a whole number"),
+        (b"max-queued-requests = nan", "max-queued-requests must be a whole number"),
+        (b"prefix-cache = [true]", "prefix-cache must be true or false"),
+        (b'api-key = [["sesame"]]', "api-key must be a text, or a list of texts"),
+        (b"api-key = {sesame = 1}", "api-key must be a text, or a list of texts"),
+        (b'host = "caf\xe9"', "utf-8"),
+    ],
+)
+def test_a_value_of_another_kind_in_the_file_is_one_line(
+    text: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(text + b"\n")
+    assert cli.main(["start", "--config", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "bad.toml" in line and words in line
+    assert "sesame" not in line
+
+
+def test_values_of_the_file_may_be_written_as_they_are_on_the_command_line(
+    start: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        'api-key = "sesame"\nport = "9010"\nmax-num-seqs = 8.0\nallowed-hosts = ["a", "b"]\n'
+        'prefix-cache = "false"\ndrain-timeout = 5\nserved-model-name = 7\n'
+    )
+    config = start("--config", str(file))
+    assert config.http.api_keys == (hashlib.sha256(b"sesame").hexdigest(),)
+    assert (config.http.port, config.worker.max_num_seqs) == (9010, 8)
+    assert config.http.allowed_hosts == ("a", "b")
+    assert config.worker.prefix_cache is False
+    assert (config.drain_timeout_s, config.model.served_name) == (5.0, "7")
+
+
+def test_keys_are_bounded_since_a_child_is_told_of_all_of_them(
+    start: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n".join(f"key-{number}" for number in range(1024)))
+    flags = ("--api-key-file", str(file), "--admin-key-file", str(file))
+    config = start(*flags)
+    assert len(config.http.api_keys) == len(config.http.admin_keys) == 1024
+    assert len(config.to_json()) < MAX_MESSAGE_BYTES // 1.5
+    assert cli.main(["start", *flags, "--api-key", "one-more"]) == 1
+    assert "1025 keys, and 1024 are the most" in capsys.readouterr().err
+
+
+def test_closed_standard_streams_are_opened_before_anything_takes_their_numbers() -> None:
+    code = (
+        "import os, sys; from shmserve.cli import main; assert main(['--version']) == 0; fd = int(sys.argv[1]);"
+        "os.write(fd, ' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)).encode())"
+    )
+    reader, writer = os.pipe()
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, str(writer)]
+    done = subprocess.run(shell, pass_fds=[writer], check=False)
+    os.close(writer)
+    with open(reader) as told:
+        assert (done.returncode, told.read()) == (0, "/dev/null /dev/null /dev/null")
+
+
+def test_status_of_all_shows_the_others_where_one_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shmserve.commands import find, instances
+    from shmserve.instance_socket import InstanceError, NotListeningError
+
+    def answer(instance: find.Instance) -> dict[str, object]:
+        if instance.name == "stopped":
+            raise InstanceError("instance 'stopped' did not answer")
+        if instance.name == "gone":
+            raise NotListeningError("no instance 'gone' is running")
+        return {"instance": instance.name}
+
+    names = ("gone", "one", "stopped", "two")
+    monkeypatch.setattr(find, "running", lambda: [find.Instance("/x", name) for name in names])
+    monkeypatch.setattr(instances, "_status_of", answer)
+    assert cli.main(["status", "--all", "--json"]) == 1
+    told = capsys.readouterr()
+    assert [each["instance"] for each in json.loads(told.out)] == ["one", "two"]
+    assert told.err == "shmserve: error: instance 'stopped' did not answer\n"

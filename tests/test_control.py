@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
+from shmserve import __version__, child
 from shmserve.config import Config
 from shmserve.control import MAX_MESSAGE_BYTES, ControlError, ControlLink
 
@@ -145,3 +147,21 @@ def test_link_by_number_is_the_inherited_socket() -> None:
     assert ours.recv(100) == b'{"type":"drained"}'
     link.close()
     ours.close()
+
+
+@pytest.mark.parametrize("version", ["0.0.1", None])
+def test_a_child_of_another_version_than_its_supervisors_says_so_and_ends(
+    links: tuple[ControlLink, ControlLink], monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    """The package was replaced while the instance ran, and a child died: its successor would read the rings by other rules."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ours, theirs = links
+    welcome = {"type": "welcome", "role": "worker", "index": 0, "instance": "x", "epoch": 1}
+    ours.send(welcome | {"config": {}} | ({"version": version} if version else {}))
+    said = f"supervisor is shmserve {version}, this is {__version__}"
+    with pytest.raises(SystemExit, match=said):
+        child.join("worker", ["--control", f"fd:{os.dup(theirs.fileno())}"])
+    received = ours.receive()
+    assert received is not None
+    assert received[0]["type"] == "failed"
+    assert "replaced while the instance ran" in received[0]["error"]

@@ -13,6 +13,7 @@ from shmserve.devices import (
     check_devices,
     environment_of,
     environment_of_rank,
+    has_driver,
     share_of_cores,
     visible_devices,
 )
@@ -82,6 +83,26 @@ def test_cores_are_shared_out_and_nobody_goes_without() -> None:
     assert share_of_cores(64 * num_cores) == 1
 
 
+@pytest.mark.parametrize(
+    ("num_cores", "quota", "num_workers", "expected"),
+    [
+        (64, 4, 1, 3),
+        (64, 1, 1, 1),
+        (64, 4, 2, 2),
+        (64, 4, 8, 1),
+        (2, 4, 1, None),
+        (64, None, 1, None),
+        (64, 64, 1, None),
+    ],
+)
+def test_a_containers_time_is_shared_out_and_not_the_machines_cores(
+    monkeypatch, num_cores, quota, num_workers, expected
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
+    monkeypatch.setattr("shmserve.devices.cores_of_quota", lambda: quota)
+    assert share_of_cores(num_workers) == expected
+
+
 def test_each_rank_of_a_worker_sees_a_gpu_of_its_own() -> None:
     environ = {"HOME": "/", "CUDA_VISIBLE_DEVICES": "4,5"}
     seen = [environment_of_rank(rank, environ) for rank in range(2)]
@@ -101,3 +122,13 @@ def test_ranks_without_a_gpu_each_are_refused_by_name() -> None:
     ) as e:
         check_devices(ranks, ["0"])
     assert "fewer ranks, or on the CPU (--runner torch)" in str(e.value)
+
+
+@pytest.mark.parametrize("node", ["nvidiactl", "nvhost-gpu", "nvgpu/igpu0", "dxg"])
+def test_a_driver_is_known_by_its_node_on_a_server_a_jetson_and_under_wsl(
+    node: str, tmp_path: Path
+) -> None:
+    (tmp_path / "nvram").touch()
+    assert not has_driver(tmp_path)
+    (tmp_path / node).mkdir(parents=True)
+    assert has_driver(tmp_path)

@@ -107,6 +107,16 @@ def test_annotations_of_a_schema_are_no_fault(tokenizer):
     g.check(g.from_json_schema(schema), tokenizer)
 
 
+def test_thousands_of_choices_are_followed_to_the_end(tokenizer):
+    choices = [f"choice {number} of many" for number in range(6_000)]
+    grammar = g.from_choice([*choices, "choice 5"])
+    g.check(grammar, tokenizer)
+    for choice in (choices[0], choices[-1], "choice 5"):
+        assert accepts(tokenizer, grammar, choice)
+    assert not accepts(tokenizer, grammar, "choice 6000 of many")
+    assert not accepts(tokenizer, grammar, "choice 59")
+
+
 def test_a_grammar_beyond_the_limit_is_refused_with_both_numbers(tokenizer):
     choices = ["x" * 1000 + str(i) for i in range(300)]
     with pytest.raises(g.GrammarError, match=rf"{g.MOST_GRAMMAR_BYTES}"):

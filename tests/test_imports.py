@@ -31,6 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "keys",
         "tls",
         "log_writer",
+        "cgroup",
         "devices",
     ),
     (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from shmserve.instance_socket import (
     LockRecord,
     ask,
     instances,
+    is_holder,
     runtime_dir,
     sweep_stale,
 )
@@ -110,3 +113,67 @@ def test_runtime_directory_is_made_private(tmp_path: Path) -> None:
     path = runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path)})
     assert os.stat(path).st_mode & 0o777 == 0o700
     assert runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path)}) == path
+
+
+def test_supervisor_whose_backlog_is_full_is_waited_for_only_so_long(tmp_path: Path) -> None:
+    """One that was stopped is asked by others, too; the kernel lets the next one wait for ever."""
+    lock = InstanceLock.claim(str(tmp_path), "busy")
+    sock = lock.listen()
+    askers = []
+    for _ in range(64):
+        asker = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        asker.setblocking(False)
+        askers.append(asker)
+        try:
+            asker.connect(lock.socket_path)
+        except BlockingIOError:
+            break
+    else:
+        pytest.fail("the backlog has no end")
+    with pytest.raises(InstanceError, match=r"did not answer in 0\.05 s"):
+        ask(str(tmp_path), "busy", {"type": "status"}, 0.05)
+    for each in (*askers, sock):
+        each.close()
+    lock.release()
+
+
+def test_a_lock_file_that_is_touched_is_not_old(tmp_path: Path) -> None:
+    lock = InstanceLock.claim(str(tmp_path), "one")
+    path = tmp_path / "one.lock"
+    os.utime(path, (1, 1))
+    lock.touch()
+    assert min(path.stat().st_atime, path.stat().st_mtime) > 1e9
+    lock.release()
+
+
+def test_a_lock_file_that_cannot_be_opened_or_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = InstanceLock.claim(str(tmp_path), "one")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "pwrite", full)
+        with pytest.raises(InstanceError, match=r"one\.lock: No space left on device"):
+            lock.record(LockRecord())
+    lock.release()
+    (tmp_path / "two.lock").mkdir()
+    with pytest.raises(InstanceError, match=r"two\.lock: Is a directory"):
+        InstanceLock.claim(str(tmp_path), "two")
+
+
+def test_the_holder_is_known_also_while_it_opens_and_closes_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = InstanceLock.claim(str(tmp_path), "one")
+    real = os.listdir
+
+    def listed(path: str) -> list[str]:
+        return ["99999", *real(path)] if path.startswith("/proc/") else real(path)
+
+    monkeypatch.setattr(os, "listdir", listed)
+    assert is_holder(str(tmp_path), "one", os.getpid())
+    lock.release()
+    assert not is_holder(str(tmp_path), "one", os.getpid())

@@ -171,6 +171,18 @@ def test_an_svg_is_well_formed_and_a_sweep_can_be_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_sweep_of_answers_without_gaps_is_drawn(tmp_path):
+    """--max-tokens 1: what is measured is the prefill, and no answer has an ITL; nor has any a text where all are calls of tools."""
+    single = LoadReport.of([replace(r, arrivals_ns=r.arrivals_ns[:1]) for r in many(3).results])
+    mute = LoadReport.of([replace(r, arrivals_ns=()) for r in many(3).results])
+    for name, reports in (("none", [single, single]), ("some", [single, many(4), mute])):
+        path = tmp_path / f"{name}.png"
+        rows = [row_of(report, name=f"rate {i}/s") for i, report in enumerate(reports)]
+        load_plot.plot_sweep(str(path), rows)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
     report = many(2)
     with pytest.raises(load_plot.PlotError, match="Is a directory"):

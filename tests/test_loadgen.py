@@ -357,3 +357,16 @@ def test_a_refusal_keeps_its_message_and_a_dead_port_says_so():
         return await run_load(LoadSpec(base_url=url, model="m", **DEFAULTS))
 
     assert "Connection refused" in asyncio.run(nobody()).results[0].message
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": None, "prompt_tokens": "7"}, "none", [1]])
+def test_a_usage_that_counts_nothing_is_as_none(usage):
+    async def handler(request):
+        response = await start_stream(request)
+        await response.write(chunk("a") + chunk("b"))
+        return await end_stream(response, usage)
+
+    report = load(handler)
+    (result,) = report.results
+    assert (result.error, result.num_tokens, result.num_prompt_tokens) == (None, 2, None)
+    assert report.summary()["output_tokens"] == 2

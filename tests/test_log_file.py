@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,20 @@ def test_state_directory_follows_the_specification(tmp_path: Path) -> None:
     home = tmp_path / "home"
     for environ in ({"HOME": str(home)}, {"HOME": str(home), "XDG_STATE_HOME": "relative"}):
         assert state_dir(environ) == str(home / ".local" / "state" / "shmserve")
+
+
+def test_log_that_cannot_be_emptied_is_one_line_and_no_end(tmp_path: Path) -> None:
+    """A file that may only be appended to (chattr +a), or whose disk is read-only by now."""
+    path = tmp_path / "a.log"
+    path.write_bytes(b"0123456789\n")
+    fd = os.open(path, os.O_RDONLY)
+    with pytest.raises(LogError, match=r"--log-max-bytes: .*a\.log: "):
+        BoundedLog(str(path), max_bytes=10, fd=fd).check()
+    os.close(fd)
+
+
+def test_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    with pytest.raises(LogError, match="XDG_STATE_HOME"):
+        state_dir({})

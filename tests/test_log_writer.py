@@ -135,3 +135,15 @@ def test_text_lines_carry_their_traceback(pipe, root_log) -> None:
     data = os.read(pipe[0], 65_536).decode()
     assert " ERROR http[0] it failed\nTraceback" in data
     assert data.endswith("ValueError: why\n")
+
+
+def test_a_descriptor_that_somebody_made_non_blocking_loses_nothing(pipe) -> None:
+    """It is of the open file, which we share with whoever started us."""
+    os.set_blocking(pipe[1], False)
+    writer = LogWriter(pipe[1])
+    lines = [f"{number} {'x' * 1000}\n" for number in range(300)]  # more than a pipe takes
+    for line in lines:
+        writer.write(line)
+    data = read_until(pipe[0], lines[-1].encode())
+    assert data == "".join(lines).encode()
+    assert writer.flush(20) and writer.num_lost == 0

@@ -67,6 +67,36 @@ def test_all_shards_of_a_folder_count(tmp_path):
         refuse_without_room(tmp_path, float32_bytes, 239)
 
 
+def test_weights_that_a_folder_has_twice_count_once(tmp_path):
+    """Mistral's have theirs once more, in its own layout."""
+    for name in ("model-1", "model-2", "model", "consolidated"):
+        entry = {"dtype": "BF16", "shape": [10], "data_offsets": [0, 0]}
+        write_safetensors(tmp_path / f"{name}.safetensors", {f"{name}.weight": entry})
+    assert [t.name for t in tensors_of(tmp_path)] == ["model.weight"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps(
+            {
+                "weight_map": {
+                    f"{name}.weight": f"{name}.safetensors" for name in ("model-1", "model-2")
+                }
+            }
+        )
+    )
+    assert [t.name for t in tensors_of(tmp_path)] == ["model-1.weight", "model-2.weight"]
+    index.write_text("[]")
+    assert len(list(tensors_of(tmp_path))) == 4
+
+
+def test_a_container_may_have_less_than_the_machine(monkeypatch):
+    free = available_bytes()
+    for allowed, expected in ((1000, 1000), (0, 0)):
+        monkeypatch.setattr("shmserve.model_memory.free_memory_bytes", lambda value=allowed: value)
+        assert available_bytes() == expected
+    monkeypatch.setattr("shmserve.model_memory.free_memory_bytes", lambda: 1 << 62)
+    assert 0 < available_bytes() < 1 << 50 and free > 0
+
+
 @pytest.mark.parametrize(
     "content",
     [

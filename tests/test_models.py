@@ -1,17 +1,22 @@
 """What a prepared model says, from GGUF files and Hugging Face folders, and how it is cached."""
 
 import dataclasses
+import errno
 import json
+import os
+import pwd
 import shutil
 import struct
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from shmserve import model_cache
+from shmserve.http.tokenizer import Tokenizer as HTTPTokenizer
 from shmserve.models import DEFAULT_MODEL, ModelError, PreparedModel, prepare
 from shmserve.token_bytes import byte_of_character
 
@@ -71,6 +76,26 @@ def test_a_gguf_file_gives_its_facts(write_gguf, cache_dir, toy_metadata):
     assert encode(model, "hello<|end|>hell") == [WORDS.index("hello"), 0, WORDS.index("hell")]
 
 
+def test_the_well_known_ends_of_a_gguf_end_an_answer_behind_its_own(
+    write_gguf, cache_dir, toy_metadata
+):
+    """A Llama 3 whose file says <|end_of_text|>: its turns end with another token, which no key names."""
+    tokens = ["<|end_of_text|>", "<|eot_id|>", *WORDS[2:-1], "<|im_end|>"]
+    kinds = [3, 3, *[1] * (len(tokens) - 2)]  # the last one is text that looks like it
+    path = write_gguf(
+        toy_metadata("tokenizer.ggml.eot_token_id", tokens=tokens, token_type=kinds, merges=["h e"])
+    )
+    assert prepare(str(path), cache_dir=cache_dir).eos_token_ids == (0, 1)
+
+
+@pytest.mark.parametrize("wrong", [2**32 - 1, 9999, -1])
+def test_a_padding_that_is_no_token_is_none(write_gguf, cache_dir, toy_metadata, wrong):
+    """Converters wrote -1 as an unsigned number."""
+    path = write_gguf(toy_metadata(padding_token_id=wrong, unknown_token_id=wrong))
+    model = prepare(str(path), cache_dir=cache_dir)
+    assert (model.pad_token_id, model.unk_token_id) == (None, None)
+
+
 def test_the_embedding_decides_how_many_ids_there_are(write_gguf, cache_dir, toy_metadata):
     rows = len(WORDS) + 3
     tensors = {"token_embd.weight": ((rows, 1), "F32", bytes(4 * rows))}
@@ -119,6 +144,81 @@ def test_a_folder_gives_the_facts_of_its_json_files(tmp_path, cache_dir):
     assert model.pad_token_id is None and model.chat_template is None
     assert model.special_token_ids == (0, 1)
     assert model.token_bytes_exact and len(model.token_bytes()) == 300
+
+
+def test_the_first_end_is_the_one_that_templates_know(tmp_path, cache_dir):
+    """transformers gives them the tokenizer's own eos_token, whatever comes first in the generation's list."""
+    folder = hf_folder(
+        tmp_path / "m", generation={"eos_token_id": [5, 0]}, settings={"eos_token": "<|end|>"}
+    )
+    assert prepare(str(folder), cache_dir=cache_dir).eos_token_ids == (0, 5)
+
+
+def test_ids_that_are_no_tokens_of_the_model_are_left_out(tmp_path, cache_dir):
+    """Llama 1 had the padding -1; the tokenizer of Gemma 3 has a special token more than its text models have rows."""
+    none = {"pad_token_id": -1, "bos_token_id": -1, "eos_token_id": [-1, 1, 300]}
+    tokenizer = toy_tokenizer()
+    tokenizer.add_special_tokens(["<image>"])
+    folder = hf_folder(
+        tmp_path / "m", tokenizer=tokenizer, config=none | {"vocab_size": len(WORDS)}
+    )
+    model = prepare(str(folder), cache_dir=cache_dir)
+    assert (model.pad_token_id, model.bos_token_id, model.eos_token_ids) == (None, None, (1,))
+    assert model.special_token_ids == (0, 1)
+    assert model.num_token_ids() == model.vocab_size == len(WORDS)
+    HTTPTokenizer(model, 1).close()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"vocab_size": 10**12}, {"vocab_size": -4}, {"max_position_embeddings": -1}]
+)
+def test_sizes_that_no_model_has_are_refused_before_they_take_memory(tmp_path, cache_dir, sizes):
+    with pytest.raises(ModelError, match=r"config\.json: no model has a vocabulary of .* tokens$"):
+        prepare(str(hf_folder(tmp_path / "m", config=sizes)), cache_dir=cache_dir)
+
+
+@pytest.mark.slow
+def test_sizes_that_the_text_part_of_a_model_leaves_unsaid_are_its_classes(tmp_path, cache_dir):
+    """Gemma 3 from 4B on; without a text part that is a mistake of the file."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2}
+    unsaid = {"vocab_size": None, "max_position_embeddings": None}
+    folder = hf_folder(
+        tmp_path / "m", config=unsaid | {"model_type": "gemma3", "text_config": text}
+    )
+    model = prepare(str(folder), cache_dir=cache_dir)
+    assert (model.vocab_size, model.context_length) == (262_208, 131_072)
+    folder = hf_folder(tmp_path / "n", config=unsaid | {"model_type": "x", "text_config": text})
+    with pytest.raises(ModelError, match="it gives no vocab_size"):
+        prepare(str(folder), cache_dir=cache_dir)
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 64}, 128),
+        ({"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 100}, 128),
+        ({"rope_type": "yarn", "factor": float("inf")}, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 128),
+        (None, 128),
+    ],
+)
+def test_yarn_stretches_the_context_that_a_file_says(tmp_path, cache_dir, rope, expected):
+    """Qwen's way to long contexts: a rope_scaling, and max_position_embeddings as it was."""
+    folder = hf_folder(tmp_path / "m", config={"rope_scaling": rope})
+    assert prepare(str(folder), cache_dir=cache_dir).context_length == expected
+
+
+def test_a_token_that_the_tokenizer_says_it_has_not_is_not_looked_for_elsewhere(
+    tmp_path, cache_dir
+):
+    """Qwen's tokenizer has no BOS, its config.json an id for it: a template would begin with it."""
+    config = {"bos_token_id": 0, "eos_token_id": 1}
+    folder = hf_folder(tmp_path / "m", config=config, settings={"bos_token": None})
+    assert prepare(str(folder), cache_dir=cache_dir).bos_token_id is None
+    folder = hf_folder(tmp_path / "n", config=config, settings={})
+    assert prepare(str(folder), cache_dir=cache_dir).bos_token_id == 0
 
 
 def test_merges_as_strings_and_as_pairs_give_the_same_ids_K4(tmp_path, cache_dir):
@@ -277,3 +377,27 @@ def test_the_cache_follows_xdg(monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         assert model_cache.cache_root() == tmp_path / "home" / ".cache" / "shmserve"
+
+
+def test_without_a_home_the_way_out_is_named(monkeypatch, write_gguf, toy_metadata):
+    """A container's user without an entry in /etc/passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+        prepare(str(write_gguf(toy_metadata())))
+
+
+def test_a_cache_that_is_only_read_serves_what_is_in_it(
+    write_gguf, cache_dir, toy_metadata, monkeypatch
+):
+    """In an image: its layers do not keep the fractions of a file's time, so the hash that was noted is no longer believed."""
+    path = write_gguf(toy_metadata())
+    model = prepare(str(path), cache_dir=cache_dir)
+    os.utime(path, (1, 1))
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", read_only)
+    assert prepare(str(path), cache_dir=cache_dir) == model

@@ -128,6 +128,9 @@ def test_socket_listens_where_the_service_would(unit: Print, args: list[str], ad
         (["--socket", "--port", "0"], ["--port"]),
         (["--socket", "--host", "example.org"], ["--host", "example.org"]),
         (["--no-such-option"], ["--no-such-option"]),
+        (["--model", "./m.gguf"], ["--model ./m.gguf", "whole path"]),
+        (["--model=m.gguf"], ["--model m.gguf", "whole path"]),
+        (["--uds", "x.sock"], ["--uds x.sock", "whole path"]),
     ],
 )
 def test_what_cannot_be_a_unit_is_one_line(
@@ -180,3 +183,21 @@ def test_systemd_calls_the_exposure_ok(unit: Print, tmp_path: Path) -> None:
     if "unrecognized option" in done.stderr:
         pytest.skip("this systemd-analyze cannot look at a file")
     assert done.returncode == 0, done.stdout[-500:]
+
+
+def test_files_that_a_service_could_not_find_or_read_are_named(
+    unit: Print, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys, settings = tmp_path / "keys", tmp_path / "settings.toml"
+    keys.write_text("sesame\n")
+    settings.write_text("port = 9000\n")
+    for config in (["--config", "settings.toml"], ["--config=settings.toml"]):
+        assert cli.main(["unit", *config]) == 1
+        assert "--config settings.toml: a service is started in /" in capsys.readouterr().err
+    keys.chmod(0o600)
+    args = ["unit", "--config", str(settings), "--api-key-file", str(keys), "--model", "org/name"]
+    assert cli.main(args) == 0
+    told = capsys.readouterr()
+    assert f"--config {settings}" in told.out
+    assert f"the service's own user cannot read {keys} ({keys} is closed to others)" in told.err

@@ -59,3 +59,31 @@ def test_a_host_without_an_address_is_one_line():
 
     with pytest.raises(TargetError, match=r"^nobody answers on http://no-such-host\.invalid: "):
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("", "wants a key"), ("wrong", "does not take our key"), ("right", None)]
+)
+def test_a_key_that_lacks_and_one_that_is_wrong_are_told_apart(key, says):
+    async def models(request):
+        is_good = request.headers.get("Authorization") == "Bearer right"
+        return web.json_response({"data": [{"id": "m"}]}, status=200 if is_good else 401)
+
+    async def run() -> str:
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        target = Target(f"http://127.0.0.1:{runner.addresses[0][1]}", api_key=key)
+        try:
+            async with target.session(5) as session:
+                return await served_model(target, session)
+        finally:
+            await runner.cleanup()
+
+    if says is None:
+        assert asyncio.run(run()) == "m"
+        return
+    with pytest.raises(TargetError, match=f"{says}: --api-key, or the variable SHMSERVE_API_KEY"):
+        asyncio.run(run())

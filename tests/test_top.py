@@ -31,8 +31,8 @@ SHAPES = RingShape(SUBMIT_SLOT_BYTES, 8), RingShape(TOKEN_SLOT_BYTES, 64)
 class Instance:
     """Boards and one channel at a time, written by hand."""
 
-    def __init__(self) -> None:
-        self.name = f"testtop{os.getpid()}-{next(_numbers)}"
+    def __init__(self, name: str = "") -> None:
+        self.name = name or f"testtop{os.getpid()}-{next(_numbers)}"
         self.boards: dict[str, Board] = {}
         for role, spec in (
             ("supervisor", SUPERVISOR_BOARD),
@@ -193,6 +193,22 @@ def test_end_of_an_instance_is_told_and_nothing_stays_attached(
     with pytest.raises(EndedError, match="has ended"):
         watch.look()
     assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def test_an_instance_that_is_restarted_between_two_looks_is_followed(
+    instance: Instance, watch: Watch
+) -> None:
+    """Its segments have the names that those before it had."""
+    instance.boards["worker"]["step"] = 9000
+    watch.look()
+    instance.unlink()
+    successor = Instance(instance.name)
+    try:
+        successor.boards["worker"]["step"] = 4
+        boards = watch.look().boards.values()
+        assert [board.words["step"] for board in boards if board.role == "worker"] == [4]
+    finally:
+        successor.close()
 
 
 def test_rings_that_nobody_owns_are_those_of_a_killed_instance(

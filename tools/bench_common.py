@@ -186,6 +186,11 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if abs(value) < 100 else f"{value:.1f}"
 
 
+def as_written(text: str | None) -> str:
+    """A module's docstring as the help of its command, with the lines of its tables as they stand: click would flow them together."""
+    return (text or "").replace("\n\n    ", "\n\n\b\n    ")
+
+
 def print_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> None:
     """One table: the header is the keys, as they stand in the JSON file."""
     if not rows:

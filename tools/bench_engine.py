@@ -31,6 +31,7 @@ from bench_common import (
     Bar,
     NoiseWatch,
     Row,
+    as_written,
     end_on_sigterm,
     median,
     noise_sentence,
@@ -158,7 +159,7 @@ def measure_neighbour(ours: Server, load: Load, num_pairs: int) -> Row:
     return {"peer": "busy neighbour", "batch": 1, "pairs": num_pairs, "step": median(factors)}
 
 
-@click.command(help=__doc__)
+@click.command(help=as_written(__doc__))
 @click.option("--model", default="", help="of shmserve; the default model if empty")
 @click.option("--threads", default=2, show_default=True, help="of shmserve, as --threads")
 @click.option("--our-options", default="", help="more words for `shmserve start`")

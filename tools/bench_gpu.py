@@ -29,7 +29,16 @@ import gpu_cases
 import gpu_speed
 import gpu_step
 import torch
-from bench_common import Bar, Row, end_on_sigterm, median, print_bars, print_table, write_json
+from bench_common import (
+    Bar,
+    Row,
+    as_written,
+    end_on_sigterm,
+    median,
+    print_bars,
+    print_table,
+    write_json,
+)
 from engine_servers import Load, our_server, run
 from gpu_speed import LLAMA_3_8B, TOY, Clock, Scale
 
@@ -165,7 +174,7 @@ def bars_of(rows: list[Row], has_times: bool) -> list[Bar]:
     return bars
 
 
-@click.command(help=__doc__)
+@click.command(help=as_written(__doc__))
 @click.argument("parts", nargs=-1, type=click.Choice(PARTS))
 @click.option("--device", "device_name", default="cuda", help="cuda, cuda:1, cpu")
 @click.option("--toy", is_flag=True, help="a toy model instead of Llama 3 8B's shape")

@@ -18,6 +18,7 @@ from bench_common import (
     Bar,
     NoiseWatch,
     Row,
+    as_written,
     end_on_sigterm,
     median,
     noise_sentence,
@@ -118,7 +119,7 @@ def bars_of(rows: list[Row]) -> list[Bar]:
     return bars
 
 
-@click.command(help=__doc__)
+@click.command(help=as_written(__doc__))
 @click.argument("parts", nargs=-1, type=click.Choice(list(SECTIONS)))
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="write the rows here")
 def main(parts: tuple[str, ...], json_path: str | None) -> None:

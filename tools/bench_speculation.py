@@ -20,7 +20,16 @@ from collections.abc import Sequence as Listing
 
 import click
 import numpy as np
-from bench_common import Bar, NoiseWatch, Row, median, print_bars, print_table, write_json
+from bench_common import (
+    Bar,
+    NoiseWatch,
+    Row,
+    as_written,
+    median,
+    print_bars,
+    print_table,
+    write_json,
+)
 
 from shmserve.models import DEFAULT_MODEL, PreparedModel, prepare
 from shmserve.request import SamplingParams
@@ -160,7 +169,7 @@ def measured(
     ]
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.command(help=as_written(__doc__), context_settings={"max_content_width": 120})
 @click.option(
     "--guesses", default="3,7,15", show_default=True, help="Numbers of guesses to compare."
 )

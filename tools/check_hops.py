@@ -26,6 +26,7 @@ from bench_common import (
     Bar,
     NoiseWatch,
     Row,
+    as_written,
     noise_sentence,
     percentile,
     print_bars,
@@ -159,7 +160,7 @@ def bars_of(rows: list[Row]) -> list[Bar]:
     return bars
 
 
-@click.command(help=__doc__)
+@click.command(help=as_written(__doc__))
 @click.option(
     "--requests",
     "num_requests",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from bench_common import NoiseWatch, noise_sentence, print_table, write_json
+from bench_common import NoiseWatch, as_written, noise_sentence, print_table, write_json
 from tuning_run import (
     DEFAULT_RING,
     INTERVALS,
@@ -147,7 +147,7 @@ def draw(path: Path, name: str, found: Sequence[Seen]) -> None:
         figure.savefig(path, dpi=DPI)
 
 
-@click.command(help=__doc__)
+@click.command(help=as_written(__doc__))
 @click.option("--only", "names", type=click.Choice(tuple(PICTURES)), multiple=True, default=tuple(PICTURES))  # fmt: skip
 @click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path(__file__).resolve().parent.parent / "docs" / "images", help="Where the pictures go. docs/images by default.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures here as well.")  # fmt: skip

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Final
 
 import click
-from bench_common import NoiseWatch, Row, end_on_sigterm, noise_sentence, print_table, write_json
+from bench_common import (
+    NoiseWatch,
+    Row,
+    as_written,
+    end_on_sigterm,
+    noise_sentence,
+    print_table,
+    write_json,
+)
 from soak_run import DEADLY_PART, FLAGS, Soak
 from soak_traffic import PROFILES
 from soak_watch import SoakServer
@@ -31,7 +39,7 @@ from shmserve.instance_socket import InstanceError
 MOST_PRINTED: Final = 40
 
 
-@click.command(help=__doc__)
+@click.command(help=as_written(__doc__))
 @click.option("--minutes", type=click.FloatRange(min=0), default=20.0, show_default=True)
 @click.option("--runner", type=click.Choice(list(PROFILES)), default="simulated", show_default=True)
 @click.option("--seed", default=1, show_default=True)

@@ -76,11 +76,11 @@ def bench(
     rows: list[dict[str, Any]] = []
     reports: list[LoadReport] = []
     is_stopped = False
-    for name, load in loads:
-        try:
-            spec = plan.spec(load)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
+    try:  # all of them first: the last must not cost what was measured of the others
+        specs = [(name, plan.spec(load)) for name, load in loads]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    for name, spec in specs:
         report, is_stopped = _measure(name, spec)
         if report.results:
             rows.append(_row(name, report, plan.objectives))
@@ -168,7 +168,8 @@ def _plan(
 def _read_prompts(path: str) -> tuple[str, ...]:
     """One prompt a line; a line that is a JSON string is decoded, so that prompts may hold line ends."""
     try:
-        lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
+        # Not splitlines: JSON strings, and prompts, may hold other line ends than \n.
+        lines = [line for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
         prompts = tuple(json.loads(line) if line.startswith('"') else line for line in lines)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"--prompts-file {path}: {error}") from None

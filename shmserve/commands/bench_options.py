@@ -51,7 +51,13 @@ def _object(text: str) -> dict[str, Any]:
 
 
 _OPTIONS = (
-    click.option("--endpoint", type=click.Choice(("chat", "completions")), default="chat"),
+    click.option(
+        "--endpoint",
+        type=click.Choice(("chat", "completions")),
+        default="chat",
+        show_default=True,
+        help="Which path of /v1 is asked.",
+    ),
     click.option(
         "--rate",
         "rates",

@@ -21,10 +21,16 @@ _FIELDS = ("max_tokens", "temperature", "top_p", "seed", "stop")
 @click.argument("prompt", required=False, default="")
 @target_options
 @click.option("--system", default="", help="The system prompt.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Of each answer.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), help="Of each answer; what fits if not given."
+)
 @click.option("--temperature", type=click.FloatRange(0), help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True))
-@click.option("--seed", type=int)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the probability that is drawn from.",
+)
+@click.option("--seed", type=int, help="The same seed, the same answer.")
 @click.option("--stop", multiple=True, help="A text that ends an answer; may be repeated.")
 @click.option("--no-history", is_flag=True, help="Keep no history of what is typed.")
 def chat(

@@ -43,7 +43,7 @@ def target_of(
     url: str, uds: str, instance: str, port: int | None, api_key: str, ca_file: str
 ) -> Target:
     """The server that is meant. Raises UsageError, InstanceError."""
-    from shmserve.commands.find import find
+    from shmserve.commands.find import find, running
     from shmserve.instance_socket import InstanceError, record_of
     from shmserve.target import Target
 
@@ -60,6 +60,8 @@ def target_of(
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} exclude each other")
     if not url and not uds:
+        if not given and not running():
+            raise InstanceError("no instance is running here; start one, or say where it is: --url")
         found = find(instance, port)
         url = record_of(found.directory, found.name).url
         if not url and port is not None:

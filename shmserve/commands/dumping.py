@@ -120,7 +120,10 @@ def _folder_of(recording: Recording, model: str) -> str:
 
 def _hint(name: str) -> str:
     from shmserve.crash_dump import dumps_in
-    from shmserve.log_file import state_path
+    from shmserve.log_file import LogError, state_path
 
-    found = dumps_in(os.path.join(state_path(os.environ), name))
+    try:
+        found = dumps_in(os.path.join(state_path(os.environ), name))
+    except LogError:
+        return ""  # without a home nothing was written
     return f"; its newest crash dump is {found[-1]}" if found else ""

@@ -31,13 +31,25 @@ def instance_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def status(instance: str, port: int | None, is_for_all: bool, as_json: bool) -> None:
     """Show processes, phases, queue and rings of a running instance."""
     from shmserve.commands.find import find, running
+    from shmserve.instance_socket import InstanceError, NotListeningError
 
     if is_for_all:
-        answers = [_status_of(each) for each in running()]
+        answers: list[dict[str, Any]] = []
+        silent: list[InstanceError] = []
+        for each in running():
+            try:
+                answers.append(_status_of(each))
+            except NotListeningError:
+                continue  # it has ended since
+            except InstanceError as error:
+                silent.append(error)  # one that was stopped: the others are shown all the same
         if as_json:
             click.echo(json.dumps(answers, indent=2))
         else:
-            click.echo("\n\n".join(_text_of(answer) for answer in answers) or "no instance runs")
+            text = "\n\n".join(_text_of(answer) for answer in answers)
+            click.echo(text or ("" if silent else "no instance runs"))
+        if silent:
+            raise silent[0]
         return
     answer = _status_of(find(instance, port))
     click.echo(json.dumps(answer, indent=2) if as_json else _text_of(answer))

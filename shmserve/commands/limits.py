@@ -5,11 +5,11 @@ Owns: where the numbers come from: the settings, the model's context, and for th
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
 from shmserve.config import Config
+from shmserve.devices import has_driver
 from shmserve.memory_bounds import bounds_of, logprobs_bound, table
 from shmserve.model_memory import available_bytes
 from shmserve.models import PreparedModel
@@ -33,7 +33,7 @@ def _kv_cache(config: Config, max_model_len: int) -> tuple[int, int]:
     if worker.runner == "simulated":  # memory that is not there
         blocks = -(-max_model_len // worker.block_size)
         return 0, 1 + max(blocks, -(-2048 // worker.block_size) * worker.max_num_seqs)
-    if worker.runner == "cuda" or (worker.runner == "auto" and os.path.exists("/dev/nvidiactl")):
+    if worker.runner == "cuda" or (worker.runner == "auto" and has_driver()):
         return 0, 1 << 20  # the device's memory
     free = available_bytes()
     kv_bytes = worker.kv_cache_bytes or int(free * worker.kv_cache_fraction)

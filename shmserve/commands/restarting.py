@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from shmserve.child import with_source_tree
 from shmserve.claim import default_instance
 from shmserve.commands.ending import ANSWER_TIMEOUT_S
 from shmserve.commands.find import Instance
@@ -37,8 +38,10 @@ def start_in_background(config: Config, args: Sequence[str], stderr: TextIO) -> 
         raise ConfigError(
             "--daemon with --port 0 needs --instance: the log, stop and status go by the name"
         )
-    argv = [sys.executable, "-m", "shmserve", *(arg for arg in args if arg != "--daemon")]
-    origin = Origin(tuple(argv), os.environ, os.getcwd(), config.log_file)
+    # -P, as for the children: a file in the working directory must not shadow a module.
+    argv = [sys.executable, "-P", "-m", "shmserve", *(arg for arg in args if arg != "--daemon")]
+    environ = with_source_tree(os.environ)
+    origin = Origin(tuple(argv), environ, os.getcwd(), config.log_file)
     return again(origin, default_instance(config), stderr)
 
 
@@ -69,6 +72,10 @@ def origin_of(instance: Instance) -> Origin:
     """How a running instance was started. Raises InstanceError if that is not ours to repeat."""
     answer = ask(instance.directory, instance.name, {"type": "status"}, ANSWER_TIMEOUT_S)
     pid = answer["pid"]
+    if pid == 1:
+        raise InstanceError(
+            f"instance {instance.name!r} is process 1 of its container, which ends with it; restart the container"
+        )
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             argv = tuple(os.fsdecode(part) for part in file.read().split(b"\0")[:-1])

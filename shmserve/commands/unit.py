@@ -42,12 +42,17 @@ def unit(name: str, is_user: bool, is_socket: bool, start_options: tuple[str, ..
 
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise ConfigError(f"--name must be 1 to 64 letters, digits, '-' or '_', got {name!r}")
-    config = _config_of(start_options)
+    config, files = _config_of(start_options)
     if config.instance:
         raise ConfigError("--instance of a unit is its --name")
     if is_socket:
         click.echo(socket_text(name, config), nl=False)
         return
+    for flag, path in files:
+        if not path.startswith(("/", "~") if is_user else "/"):
+            raise ConfigError(
+                f"{flag} {path}: a service is started in /, and a unit needs the whole path"
+            )
     service = Service(
         name=name,
         config=config,
@@ -59,7 +64,11 @@ def unit(name: str, is_user: bool, is_socket: bool, start_options: tuple[str, ..
     )
     click.echo(service.text(), nl=False)
     if not is_user:
-        for path in (sys.executable, os.path.realpath(sys.executable), __file__, config.model.spec):
+        own = (sys.executable, os.path.realpath(sys.executable), __file__)
+        for path in (
+            *own,
+            *(path for _, path in files if os.path.isfile(path) or os.path.isdir(path)),
+        ):
             if blocked := _unreachable(path):
                 click.echo(
                     f"shmserve: warning: the service's own user cannot read {path} ({blocked} is closed to others); "
@@ -68,8 +77,9 @@ def unit(name: str, is_user: bool, is_socket: bool, start_options: tuple[str, ..
                 )
 
 
-def _config_of(args: tuple[str, ...]) -> Config:
-    """What `shmserve start ARGS` would serve, without the variables of this shell: the service will not have them."""
+def _config_of(args: tuple[str, ...]) -> tuple[Config, list[tuple[str, str]]]:
+    """What `shmserve start ARGS` would serve, without the variables of this shell: the service will not have them. And which
+    files it would want, as (flag, path)."""
     from shmserve.cli import config_of, start
 
     with start.make_context("start", list(args), auto_envvar_prefix=None) as ctx:
@@ -81,7 +91,22 @@ def _config_of(args: tuple[str, ...]) -> Config:
                     f"everybody can read a unit: set SHMSERVE_{flag.upper()} in its EnvironmentFile, "
                     f"not --{flag.replace('_', '-')}"
                 )
-        return config_of(ctx)
+        return config_of(ctx), _files_of(ctx, args)
+
+
+def _files_of(ctx: click.Context, args: tuple[str, ...]) -> list[tuple[str, str]]:
+    from shmserve.model_source import looks_like_a_path
+    from shmserve.settings import SETTINGS
+
+    found = [(s.flag, ctx.params[s.key]) for s in SETTINGS if isinstance(s.type, click.Path)]
+    if looks_like_a_path(spec := ctx.params["model"] or ""):
+        found.append(("--model", spec))
+    for at, arg in enumerate(args):  # it is in no Config
+        if arg == "--config":
+            found.append((arg, args[at + 1]))
+        elif arg.startswith("--config="):
+            found.append(("--config", arg.removeprefix("--config=")))
+    return [(flag, path) for flag, path in found if path]
 
 
 def _own_environment() -> dict[str, str]:

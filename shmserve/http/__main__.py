@@ -17,7 +17,7 @@ from typing import Any
 
 from shmserve import child
 from shmserve.boards import Phase
-from shmserve.config import HttpConfig
+from shmserve.config import ConfigError, HttpConfig
 from shmserve.http import app
 from shmserve.http.admission import Admission
 from shmserve.http.client import WorkerClient
@@ -48,6 +48,13 @@ from shmserve.rings.channel import Channel
 log = logging.getLogger(__name__)
 
 
+def _template_in(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from None
+
+
 class HttpProcess:
     """One front end from its welcome to its end."""
 
@@ -76,7 +83,7 @@ class HttpProcess:
         self.client.step_sender = self._open_step_sender(config.http, tokenizer)
         source = model.chat_template
         if config.model.chat_template:
-            source = Path(config.model.chat_template).read_text()
+            source = _template_in(config.model.chat_template)
         self.front = FrontEnd(
             config=config,
             model=model,

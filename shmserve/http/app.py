@@ -80,7 +80,7 @@ def entrance(gate: Gate, front: FrontEnd) -> Middleware:
 def _as_answer(request: web.Request, error: Exception) -> web.Response:
     if isinstance(error, ConnectionError):
         # The client has gone, and nobody reads an answer; raised on, it would be an error with a traceback in the log.
-        log.debug("%s %s: %s", request.method, request.path, error)
+        log.debug("%s %r: %s", request.method, request.path, error)
         if request.transport is not None:
             request.transport.abort()
         if RECORD in request:
@@ -112,6 +112,9 @@ def _as_api_error(request: web.Request, error: Exception) -> ApiError:
         return ApiError(
             400, "The body is not framed or compressed as its headers say.", code="bad_body"
         )
+    if isinstance(error, RecursionError):
+        # What could be decoded may still be too deep for a walk over it.
+        return ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json")
     log.error("%r failed", what, exc_info=error)
     return ApiError(500, "The server failed to handle the request.", code="internal_error")
 
@@ -221,7 +224,7 @@ def build(
     app.router.add_get("/health_generate", health_generate)
     debug_stream = DebugStream(front, instance)
     app.on_shutdown.append(debug_stream.close)
-    app.router.add_get("/debug/stream", debug_stream.serve)
+    app.router.add_get("/debug/stream", debug_stream.serve, allow_head=False)
     if front.config.http.ui:
         add_page(app)
     take_body("POST", "/abort_request", utility.abort_request)

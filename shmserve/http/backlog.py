@@ -66,6 +66,14 @@ def acknowledged_bytes(sock: socket.socket) -> int:
     return int(num_bytes)
 
 
+def is_gone(transport: asyncio.Transport) -> bool:
+    """Whether the connection is no more, as far as its transport says. asyncio's TLS transport may then have let go of whatever knew."""
+    try:
+        return transport.get_extra_info("socket") is None
+    except AttributeError:
+        return True
+
+
 def backlog_bytes(transport: asyncio.Transport) -> int:
     """What the client has not taken: the transport's buffer, and what the kernel holds.
 

@@ -85,6 +85,12 @@ def _mark(text: str, special_id: SpecialId) -> str:
     return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
 
+def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`schema`, which is for an object whether it says so or not: `{}` is a function without arguments, not one that takes anything."""
+    says_more = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"} & schema.keys()
+    return schema if says_more else {"type": "object", **schema}
+
+
 def _names(schemas: Mapping[str, Any]) -> list[str]:
     return [f"f{index}" for index in range(len(schemas))]
 
@@ -94,7 +100,7 @@ def _functions(fmt: ToolFormat, schemas: Mapping[str, Any]) -> list[str]:
     rules = []
     for index, (name, schema) in enumerate(schemas.items()):
         head = f'{{"name": {json.dumps(name)}, "{fmt.arguments_key}": '
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        schema = {**_of_object(schema), "x-guidance": {"whitespace_pattern": WHITESPACE}}
         rules.append(f'f{index}: {json.dumps(head)} a{index} "}}"')
         rules.append(f"a{index}: %json {json.dumps(schema)}")
     return rules

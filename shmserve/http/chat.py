@@ -7,7 +7,7 @@ Owns: messages as templates want them, tools and reasoning of one request. Share
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from shmserve.http.openai.schemas import ChatRequest
 
 INLINE_CHARS: Final = 10_000
-"""Messages this short are rendered on the event loop: less than a thread's round trip costs it."""
+INLINE_MESSAGES: Final = 200
+"""Messages this short, and so few, are rendered on the event loop: less than a thread's round trip costs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,12 @@ async def plan_chat(front: FrontEnd, parsed: ChatRequest) -> ChatPlan:
         front.tokenizer.special_id,
     )
     grammar = await front.grammars.wanted_by(parsed)
-    refuse_with_format(use, bool(grammar))
+    has_format = bool(grammar)
+    # What holds the answer from its first token on leaves no room for reasoning, even if the prompt has opened it.
+    is_held = (use is not None and use.is_forced) or _holds_all(parsed, grammar)
+    refuse_with_format(use, has_format)
     # A format holds the whole answer to itself: no call can come then, strict or not.
-    if use is not None and use.grammar is not None and not grammar:
+    if use is not None and use.grammar is not None and not has_format:
         name, text = use.grammar
         grammar = await front.grammars.checked((name, front.grammars.of_lark(text)))
     prompt = await _prompt(template, parsed, use)
@@ -67,7 +71,7 @@ async def plan_chat(front: FrontEnd, parsed: ChatRequest) -> ChatPlan:
     return ChatPlan(
         prompt,
         grammar,
-        _splitter(template, parsed, prompt, use),
+        _splitter(template, parsed, prompt, use, is_held),
         tuple(sorted({token_id for token_id in found if token_id is not None})),
     )
 
@@ -98,14 +102,27 @@ def _splits_reasoning(template: ChatTemplate, parsed: ChatRequest) -> bool:
     return has_marks and parsed.separate_reasoning is not False
 
 
+def _holds_all(parsed: ChatRequest, grammar: str) -> bool:
+    """Whether a response format leaves no room before it. A structural tag does, and a grammar that ends the reasoning itself."""
+    outputs = parsed.structured_outputs
+    is_tag = (
+        parsed.structural_tag is not None
+        or (parsed.response_format or {}).get("type") == "structural_tag"
+        or (isinstance(outputs, Mapping) and outputs.get("structural_tag") is not None)
+    )
+    ends_it = CLOSER in grammar.replace("\\", "")  # of a regex the slash is escaped
+    return bool(grammar) and not is_tag and not ends_it
+
+
 def _splitter(
-    template: ChatTemplate, parsed: ChatRequest, prompt: str, use: ToolUse | None
+    template: ChatTemplate, parsed: ChatRequest, prompt: str, use: ToolUse | None, is_held: bool
 ) -> Callable[[], Splitter] | None:
-    """None where the whole text is content."""
+    """None where the whole text is content. `is_held`: the answer begins as its grammar says, whatever the prompt ended with."""
     splits_reasoning = _splits_reasoning(template, parsed)
     if use is None and not splits_reasoning:
         return None
-    is_inside = prompt.rstrip().endswith(OPENER)
+    is_inside = not is_held and prompt.rstrip().endswith(OPENER)
+    is_begun = not is_held and not is_inside and _ends_in_reasoning(parsed)
     is_streaming = parsed.stream_reasoning is not False
     is_shown = parsed.include_reasoning is not False
 
@@ -115,27 +132,38 @@ def _splitter(
             inner = ToolSplitter(use.format, use.names, only_one=use.only_one)
         if splits_reasoning:
             return ReasoningSplitter(
-                inner, is_inside=is_inside, is_streaming=is_streaming, is_shown=is_shown
+                inner,
+                is_inside=is_inside or is_begun,
+                is_begun=is_begun,
+                is_streaming=is_streaming,
+                is_shown=is_shown,
             )
         return inner
 
     return new_splitter
 
 
+def _ends_in_reasoning(parsed: ChatRequest) -> bool:
+    """Whether the answer goes on with a message that has opened its reasoning and not ended it."""
+    said = parsed.messages[-1].get("content") if parsed.continue_final_message else None
+    return isinstance(said, str) and said.rfind(OPENER) > said.rfind(CLOSER)
+
+
 async def _prompt(template: ChatTemplate, parsed: ChatRequest, use: ToolUse | None) -> str:
+    has_developers = template.knows_developers
     messages = [
-        with_calls_as_objects(i, _message(i, message)) for i, message in enumerate(parsed.messages)
+        with_calls_as_objects(i, _message(i, message, has_developers))
+        for i, message in enumerate(parsed.messages)
     ]
     if not messages:
         raise ApiError(400, "messages must not be empty", param="messages", code="empty_prompt")
     kwargs = dict(parsed.chat_template_kwargs or {})
     if parsed.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", parsed.reasoning_effort)
-    if use is not None:
-        if template.knows_tools:
-            kwargs["tools"] = list(use.tools)
-        else:
-            messages = told_in_words(messages, use.tools)
+    if not template.knows_tools:  # calls and results of earlier turns must be told, too
+        messages = told_in_words(messages, use.tools if use is not None else ())
+    elif use is not None:
+        kwargs["tools"] = list(use.tools)
     opens_turn = parsed.add_generation_prompt is None or parsed.add_generation_prompt
     if parsed.continue_final_message:
         if parsed.add_generation_prompt:
@@ -149,7 +177,10 @@ async def _prompt(template: ChatTemplate, parsed: ChatRequest, use: ToolUse | No
                 "continue_final_message needs a last message of role 'assistant'",
             )
         return await asyncio.to_thread(continued_prompt, template, messages, kwargs)
-    is_short = sum(len(message.get("content") or "") for message in messages) < INLINE_CHARS
+    is_short = (
+        len(messages) <= INLINE_MESSAGES
+        and sum(len(message.get("content") or "") for message in messages) < INLINE_CHARS
+    )
     if is_short and not template.is_foreign:
         return template.render(messages, add_generation_prompt=opens_turn, kwargs=kwargs)
     return await asyncio.to_thread(
@@ -157,11 +188,23 @@ async def _prompt(template: ChatTemplate, parsed: ChatRequest, use: ToolUse | No
     )
 
 
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its text parts joined, in order, by nothing. 400 for parts that are no text."""
+def _message(index: int, message: dict[str, Any], has_developers: bool) -> dict[str, Any]:
+    """A message as templates want it. 400 for parts that are no text.
+
+    Its text parts are joined, in order, by nothing. What is null is not there, as in transformers: some templates ask `'tool_calls' in
+    message` (Llama 3), and clients send back what they got with all its nulls. `developer` is `system` where the template knows no such role.
+    """
     at = f"messages[{index}]"
-    if not isinstance(message.get("role"), str):
+    role = message.get("role")
+    if not isinstance(role, str):
         raise bad_field(f"{at}.role", f"{at}.role must be a string")
+    message = {key: value for key, value in message.items() if value is not None}
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)
+    if role == "developer" and not has_developers:
+        message["role"] = "system"
+    if "reasoning" in message:  # vLLM's and OpenRouter's name of it
+        message.setdefault("reasoning_content", message["reasoning"])
     content = message.get("content")
     if content is None or isinstance(content, str):
         return {**message, "content": content or ""}

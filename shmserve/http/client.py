@@ -22,7 +22,7 @@ from shmserve.boards import REQUEST_COLUMNS
 from shmserve.config import RingConfig
 from shmserve.http.direct import DirectTable
 from shmserve.http.endings import Endings
-from shmserve.http.errors import ApiError, worker_died
+from shmserve.http.errors import ApiError, aborted, worker_died
 from shmserve.http.hop_times import HopTimes
 from shmserve.http.in_flight import InFlight, Signal
 from shmserve.http.logprobs import LogprobLog
@@ -253,9 +253,18 @@ class WorkerClient:
         entry.error = error  # in place of the one that says that its client has gone
         entry.signal.set()
 
+    def end(self, entry: InFlight) -> None:
+        """Somebody else wants this request to end: whoever asked for it is told so."""
+        if entry.is_submitted:
+            entry.link.control(entry.req_id, SubmitKind.ABORT)
+        else:
+            self.refuse(entry, aborted())
+
     def set_paused(self, entry: InFlight, is_paused: bool) -> bool:
-        """Pause or resume one sequence in the scheduler (its client is slow); False if it has ended, or will."""
+        """Pause or resume one sequence in the scheduler (its client is slow); False if it has ended, or will, or is not there yet."""
         if entry.is_over or entry.is_aborted:  # an ABORT that still waits must not be replaced
+            return False
+        if not entry.is_submitted:  # nor a SUBMIT
             return False
         entry.link.control(entry.req_id, SubmitKind.PAUSE if is_paused else SubmitKind.RESUME)
         return True

@@ -19,7 +19,12 @@ from typing import Final
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import (
+    BadHttpMessage,
+    ContentEncodingError,
+    HttpProcessingError,
+    LineTooLong,
+)
 
 from shmserve.config import HttpConfig
 from shmserve.http.errors import ApiError
@@ -65,10 +70,13 @@ class Connection(web.RequestHandler):
         self._head_bytes = 0  # of a head that comes in parts
 
     def data_received(self, data: bytes) -> None:
-        before = self._request_count
+        before, running = self._request_count, self._current_request
+        # Asked before: what completes the body of the one that runs is not the next one's.
+        is_early = running is not None and running.content.is_eof()
         super().data_received(data)
         if self._request_count != before:  # a head is whole
             self._stop_head_timer()
+            self._head_bytes = 0
             # The one that runs has been taken from the queue; else the first in it is the next to run.
             room = 1 if self._current_request is None else 0
             if len(self._messages) > room:
@@ -79,10 +87,14 @@ class Connection(web.RequestHandler):
         elif data and self._is_between_requests():
             if self._head_timer is None:
                 self._head_timer = self._loop.call_later(self._head_timeout_s, self._head_is_late)
-                self._head_bytes = 0
             self._head_bytes += len(data)
             if self._head_bytes > MOST_HEAD_BYTES:
                 self._head_is_large()
+        elif is_early:  # it may, as far as a head goes
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD_BYTES:
+                log.debug("a client sends a large head before its request is answered")
+                self.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._occupancy.num_open += 1
@@ -151,6 +163,12 @@ class Connection(web.RequestHandler):
                 f"and there may be {MOST_HEADERS} headers.",
                 code="headers_too_large",
             )
+        elif isinstance(exc, ContentEncodingError):
+            error = ApiError(
+                415,
+                "A body may be compressed as gzip or deflate says, or not at all.",
+                code="unsupported_encoding",
+            )
         else:
             what = "message" if isinstance(exc, BadHttpMessage) else "request"
             error = ApiError(400, f"This is no HTTP {what}.", code="bad_request")
@@ -173,7 +191,7 @@ async def expect_later(request: web.Request) -> None:
 
 async def go_on(request: web.Request) -> None:
     """Tell a client that asked whether its body is welcome that it is."""
-    if request.headers.get("Expect", "").lower() == "100-continue":
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= (1, 1):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the response has not begun
 

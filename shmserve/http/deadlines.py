@@ -33,6 +33,9 @@ DEADLINE: Final[web.RequestKey[int]] = web.RequestKey("deadline_ns", int)
 HEADER: Final = "X-Request-Timeout-Ms"
 MOST_TIMEOUT_MS: Final = 86_400_000
 LATE_S: Final = 0.25
+BEHIND_S: Final = 0.05
+MOST_TIMES_BEHIND: Final = 5
+"""How often the timer waits for so long while records are unread: this process stood still, and the request's end may be among them."""
 WAITED: Final = "Request waiting timeout reached."  # SGLang's words
 
 
@@ -103,6 +106,7 @@ class Overdue:
         self._deadline_ns = deadline_ns
         self._due = sorted(at for at in (deadline_ns, waiting_until_ns) if at)
         self._timer: asyncio.TimerHandle | None = None
+        self._num_times_behind = 0
         self._arm()
 
     def _arm(self) -> None:
@@ -111,6 +115,11 @@ class Overdue:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 
     def _look(self) -> None:
+        if self._client.is_behind() and self._num_times_behind < MOST_TIMES_BEHIND:
+            self._num_times_behind += 1
+            self._timer = asyncio.get_running_loop().call_later(BEHIND_S, self._look)
+            return
+        self._num_times_behind = 0
         is_deadline = 0 < self._deadline_ns <= time.monotonic_ns()
         for entry in self._entries:
             if entry.is_over:

@@ -78,6 +78,11 @@ def queue_full(
     )
 
 
+def aborted() -> ApiError:
+    """Somebody else ended this request."""
+    return ApiError(503, "The request was aborted.", code="aborted")
+
+
 def worker_died(reason: str) -> ApiError:
     """The worker that computed this request is gone."""
     return ApiError(

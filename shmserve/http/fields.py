@@ -82,9 +82,15 @@ def in_range(
     if value is None:
         return default
     if not low <= value <= high or (above_low and value == low):
-        least = f"above {low:g}" if above_low else f"{low:g}"
-        raise bad_field(name, f"{name} must be {least} to {high:g}, got {value}")
+        least = f"above {_bound(low)}" if above_low else _bound(low)
+        most = " or more" if high >= 2**63 - 1 else f" to {_bound(high)}"
+        raise bad_field(name, f"{name} must be {least}{most}, got {value}")
     return value
+
+
+def _bound(value: float | int) -> str:
+    """A bound for people: whole numbers with all their digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def stop_strings(name: str, value: str | Sequence[str] | None) -> tuple[bytes, ...]:

@@ -95,6 +95,13 @@ class HopTimes:
         held_ns = written_ns - np.linspace(since_ns, until_ns, num_tokens, dtype=np.int64)
         self._observe("hop_write_us", held_ns)
 
+    def drop(self) -> None:
+        """Forget what the pump has collected: a turn that broke off has left times without their records."""
+        self._turns.clear()
+        self._rows.clear()
+        del self.written[:]
+        del self.itl_wire[:]
+
     def fold(self) -> None:
         """Put what was collected into the board's histograms."""
         if self._turns:

@@ -97,7 +97,8 @@ class ObjectScanner:
             self.name = self._decoded()
             self.is_broken |= self.name is None
         elif self._key in self._argument_keys and not self._is_streaming:
-            self._arguments.append(self._decoded() or "")
+            # Half of a surrogate pair can be said in JSON, and is no text.
+            self._arguments.append((self._decoded() or "").encode("utf-8", "replace").decode())
         elif self._key is None and self._member:
             self.is_broken = True
         self._key = None

@@ -28,7 +28,8 @@ MOST_BEGINNING: Final = 1_024
 """Clients that may be beginning at once; more wait in the kernel's backlog. One with TLS has HANDSHAKE_TIMEOUT_S at most."""
 
 CLOSE_NOTIFY_S: Final = 5.0
-"""How long a TLS connection that we close waits for its client to say so too."""
+"""How long a TLS connection that we close waits for its client to say so too, at least: as long as a client may be stuck, since it may
+still have an answer to read."""
 
 
 class Listener:
@@ -49,6 +50,7 @@ class Listener:
         self._connect = connections(server, config, occupancy)
         self._occupancy = occupancy
         self._tls = server_context(config)
+        self._farewell_s = max(CLOSE_NOTIFY_S, config.slow_client_seconds)
         self._beginning: set[asyncio.Task[None]] = set()
         self._sock = sock
         self._turnstile = turnstile
@@ -106,7 +108,7 @@ class Listener:
                     connection,
                     ssl=self._tls,
                     ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-                    ssl_shutdown_timeout=CLOSE_NOTIFY_S,
+                    ssl_shutdown_timeout=self._farewell_s,
                 )
         except OSError as error:  # ssl.SSLError and a timeout are ones
             self._occupancy.num_beginning -= 1

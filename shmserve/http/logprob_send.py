@@ -94,6 +94,7 @@ class LogprobSender:
         if not len(chosen):
             return [], left
         records = np.frombuffer(view, _COLUMNS)[chosen]  # a copy: nothing holds the view
+        del view, ids  # views of the ring, which a traceback that somebody keeps would keep
         metas, places, indices = records["meta"], slots[chosen].tolist(), chosen.tolist()
         counts = metas >> 8 & 0xFF
         is_top = (

@@ -114,10 +114,12 @@ class Pump:
                 self._consumer.poll()
                 while self._consumer.owed:
                     self._take(RECORDS_PER_TURN)
+            self._times.fold()
         except RingProtocolError as error:
             log.error("token ring %s: %s", self._ring.segment.name, error)
+        except Exception as error:  # a fault of ours: whoever waits is told all the same
+            self._note_fault(error, "could not be read to its end")
         self._is_scheduled = False
-        self._times.fold()
 
     @property
     def is_behind(self) -> bool:
@@ -147,13 +149,17 @@ class Pump:
             self._break_off(error)
             return
         except Exception as error:  # a fault of ours: better an end than streams that wait for ever
-            log.exception("token ring %s could not be read on", self._ring.segment.name)
-            traceback.clear_frames(error.__traceback__)  # they hold views of the segment
+            self._note_fault(error, "could not be read on")
             self._break_off(error)
             return
         if self._consumer.owed and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn_again)
+
+    def _note_fault(self, error: Exception, what: str) -> None:
+        log.exception("token ring %s %s", self._ring.segment.name, what)
+        traceback.clear_frames(error.__traceback__)  # they hold views of the segment
+        self._times.drop()
 
     def _turn_again(self) -> None:
         if self._is_scheduled:
@@ -199,7 +205,8 @@ class Pump:
         words[self._w_tokens] += num_direct + slow_tokens
         if num_direct:
             words[self._w_frames] += num_direct
-            if num_direct < count:
+            # In the order of their frames, which is not the ring's where they were written in two ways.
+            if num_direct < count or 0 < len(left) < count or table.num_logprob_paths:
                 records, slots = records[written], slots[written]
             places = slots if self._times.intervals is not None else None
             self._times.note_turn(

@@ -42,10 +42,17 @@ class ContentOnly:
 
 
 class ReasoningSplitter:
-    """`is_inside` says whether the prompt already opened the reasoning; `is_streaming` False keeps it until it ends, `is_shown` False drops it."""
+    """`is_inside` says whether the prompt already opened the reasoning, `is_begun` whether it ends in the middle of its text;
+    `is_streaming` False keeps it until it ends, `is_shown` False drops it."""
 
     def __init__(
-        self, inner: Inner, *, is_inside: bool, is_streaming: bool = True, is_shown: bool = True
+        self,
+        inner: Inner,
+        *,
+        is_inside: bool,
+        is_begun: bool = False,
+        is_streaming: bool = True,
+        is_shown: bool = True,
     ) -> None:
         self.is_reasoning = is_inside
         self._inner = inner
@@ -53,7 +60,7 @@ class ReasoningSplitter:
         self._is_shown = is_shown
         self._buffer = ""
         self._kept: list[str] = []
-        self._is_fresh = True  # nothing has come yet, or a mark just did: blanks are dropped
+        self._is_fresh = not is_begun  # nothing came yet, or a mark just did: blanks are dropped
         self._is_over = False
 
     @property

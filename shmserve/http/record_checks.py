@@ -56,6 +56,7 @@ def check_finish(record: FinishRecord, now_ns: int) -> None:
     if record.num_verified > record.num_drafts or record.num_accepted > record.num_drafts:
         raise WireError("guesses that do not add up")
     newest_ns = max(
+        record.time_ns,
         record.received_ns,
         record.admitted_ns,
         record.scheduled_ns,

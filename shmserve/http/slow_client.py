@@ -21,7 +21,7 @@ from typing import Final, Protocol, cast, get_args
 
 from shmserve.config import HttpConfig, Policy
 from shmserve.http import fields
-from shmserve.http.backlog import acknowledged_bytes, backlog_bytes
+from shmserve.http.backlog import acknowledged_bytes, backlog_bytes, is_gone
 from shmserve.http.errors import bad_field
 from shmserve.rings.board import Board
 
@@ -145,6 +145,8 @@ class Backlog:
 
     def look(self, now: float) -> str:
         """What is to be said of it: "over" (nothing waits any more), "gone" (it has closed its side), "stuck", or nothing."""
+        if is_gone(self.transport):
+            return "over" if self._is_answer else "gone"
         left = backlog_bytes(self.transport)
         acknowledged = acknowledged_bytes(self.transport.get_extra_info("socket"))
         if left < self._left or acknowledged > self._acknowledged:
@@ -217,7 +219,9 @@ class SlowClients:
 
     def watch_answer(self, transport: asyncio.Transport, rules: SlowClientRules, name: str) -> None:
         """Look at a client to whom the last byte of an answer was written, if it was not taken whole; until it is."""
-        if not transport.get_write_buffer_size() or transport in self._answers:
+        if is_gone(transport) or not transport.get_write_buffer_size():
+            return
+        if transport in self._answers:
             return
 
         def end(is_stuck: bool) -> None:

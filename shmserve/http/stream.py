@@ -104,7 +104,8 @@ class SseStream:
         self._send = self._send_encrypted if is_encrypted else self._socket.send
         # Two choices of one connection must not go together: the first may be cut short.
         self._is_lone = len(self._choices) == 1 and not is_encrypted
-        transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
+        # drain() then waits until nothing is buffered. asyncio's TLS calls a buffer full that is as large as the limit: at 0 an empty one.
+        transport.set_write_buffer_limits(high=1 if is_encrypted else 0)
         self._congestion = Congestion(
             self._slow_clients, self._client, self._rules, transport, writer.drain, self._choices
         )
@@ -315,6 +316,8 @@ class SseStream:
 
     def _send_encrypted(self, frame: bytes) -> int:
         """A frame of the pump's on a TLS connection: it must go through the transport."""
+        if self._transport.is_closing():  # asyncio's may then have nothing left to write to
+            raise ConnectionResetError("the client has gone")
         self._transport.write(frame)
         if self._transport.get_write_buffer_size():
             self._congestion.begin()
@@ -322,8 +325,12 @@ class SseStream:
 
     def _spill(self, frame: bytes, sent: int) -> None:
         """The pump could not send a frame whole: the rest is the transport's, and what follows must wait behind it."""
-        if sent >= 0:
-            self._transport.write(frame[sent:])
-        else:  # its reader will notice, and cancel the handler
+        if sent < 0:
+            # The end of the connection, which cancels the handler: nothing may follow a frame that is lost, whatever was in its way.
             log.debug("request %016x: its connection is broken", self._choices[0].entry.req_id)
+            for choice in self._choices:
+                choice.entry.direct = None
+            self._transport.abort()
+            return
+        self._transport.write(frame[sent:])
         self._congestion.begin()

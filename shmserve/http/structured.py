@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 MOST_KEPT: Final = 256
 """Checked grammars that are remembered, least recently used first to go."""
 
+INLINE_CHARS: Final = 2_000
+"""A grammar this short is translated on the event loop, in some milliseconds."""
+_EBNF: Final = ("ebnf", "guided_grammar", "grammar")
+
 _BY_FIELD: Final[dict[str, Callable[[Any], str]]] = {
     "regex": grammars.from_regex,
     "ebnf": grammars.from_ebnf,
@@ -36,6 +40,7 @@ _BY_FIELD: Final[dict[str, Callable[[Any], str]]] = {
     "guided_regex": grammars.from_regex,
     "guided_choice": grammars.from_choice,
     "guided_grammar": grammars.from_ebnf,
+    "grammar": grammars.from_ebnf,  # llama.cpp's
 }
 _BY_OUTPUT: Final[dict[str, Callable[[Any], str]]] = {
     "json": grammars.from_json_schema,
@@ -59,7 +64,11 @@ class Grammars:
 
     async def wanted_by(self, request: msgspec.Struct) -> str:
         """The grammar of a request, "" for none. Raises ApiError 400 that names the field if it cannot be honoured."""
-        asked = asked_for(request)
+        if _is_long(request):  # read as a grammar it takes a second
+            loop = asyncio.get_running_loop()
+            asked = await loop.run_in_executor(self._thread, asked_for, request)
+        else:
+            asked = asked_for(request)
         return await self.checked(asked) if asked is not None else ""
 
     async def checked(self, asked: tuple[str, str]) -> str:
@@ -78,7 +87,7 @@ class Grammars:
 
     def of_lark(self, text: str) -> str:
         """A Lark grammar of our own making as the text that travels."""
-        return grammars.from_ebnf(text)
+        return grammars.from_lark(text)
 
     def _fault(self, text: str) -> str:
         if self._tokenizer is None:
@@ -93,6 +102,14 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+def _is_long(request: msgspec.Struct) -> bool:
+    """Whether its grammar is too long to be translated on the event loop."""
+    outputs = getattr(request, "structured_outputs", None)
+    texts = [getattr(request, name, None) for name in _EBNF]
+    texts.append(outputs.get("grammar") if isinstance(outputs, Mapping) else None)
+    return any(isinstance(text, str) and len(text) > INLINE_CHARS for text in texts)
+
+
 def asked_for(request: msgspec.Struct) -> tuple[str, str] | None:
     """(field, grammar) of the one structured output that a request wants. 400 for more than one, or one that is malformed."""
     found: list[tuple[str, Callable[[], str]]] = []
@@ -104,7 +121,7 @@ def asked_for(request: msgspec.Struct) -> tuple[str, str] | None:
     if outputs is not None:
         found.append(("structured_outputs", lambda: _of_outputs(outputs)))
     response_format = getattr(request, "response_format", None)
-    if response_format is not None and response_format != {"type": "text"}:
+    if response_format is not None and response_format.get("type") != "text":
         found.append(("response_format", lambda: _of_response_format(response_format)))
     if not found:
         return None
@@ -137,7 +154,8 @@ def _of_outputs(outputs: Any) -> str:
 def _of_response_format(response_format: Mapping[str, Any]) -> str:
     kind = response_format.get("type")
     if kind == "json_object":
-        return grammars.from_json_object()
+        schema = response_format.get("schema")  # llama.cpp's, Together's
+        return grammars.from_json_object() if schema is None else grammars.from_json_schema(schema)
     if kind == "json_schema":
         inner = response_format.get("json_schema")
         if not isinstance(inner, Mapping):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from shmserve.config import RingConfig
 from shmserve.http.errors import worker_died
@@ -27,26 +27,24 @@ from shmserve.wire.submit_slots import SubmitKind, pack_control
 
 
 class SubmitWriter:
-    """`entries` are the requests in flight to the worker. `on_written` is told of one whose SUBMIT had waited in the backlog,
-    `on_broken` of counters that cannot be."""
+    """`on_written` is told of a request whose SUBMIT had waited in the backlog, `on_broken` of counters that cannot be."""
 
     def __init__(
         self,
         ring: Ring,
         rings: RingConfig,
-        entries: Mapping[int, InFlight],
         on_written: Callable[[InFlight], None],
         on_broken: Callable[[str], None],
     ) -> None:
         self._credits_fd = ring.credits.fd
         self._policy = rings.submit_policy
         self._deadline_s = rings.submit_deadline_s
-        self._entries = entries
         self._on_written = on_written
         self._on_broken = on_broken
         # It keeps what must not be lost; whether a SUBMIT waits or is refused is decided in `submit`.
         self._writer = Dropping(ring.producer())
         self._line: deque[Signal] = deque()
+        self._kept: dict[int, InFlight] = {}  # whose SUBMIT waits in the backlog (coalesce)
         self._is_watching = False
         self._is_closed = False
 
@@ -74,7 +72,10 @@ class SubmitWriter:
             return True
         if self._policy == "coalesce":
             self._writer.keep(entry.req_id, record)
-            entry.is_submitted = not self._writer.pending_of(entry.req_id)
+            if self._waits(entry):
+                self._kept[entry.req_id] = entry
+            else:
+                entry.is_submitted = True
             self._watch_credits(True)
             return True
         if self._policy == "block" and await self._wait_for_room(entry, record, num_slots):
@@ -120,6 +121,7 @@ class SubmitWriter:
         except RingProtocolError as error:  # it ends the channel, not whoever aborts here
             self._on_broken(str(error))
             return
+        self._note_written()  # the credits that came may have been enough for others too
         self._watch_credits(self._writer.is_starved or bool(self._line))
 
     def withdraw(self, entry: InFlight) -> bool:
@@ -127,7 +129,9 @@ class SubmitWriter:
         if entry.is_submitted:
             return False
         if self._policy == "coalesce":
-            return self._writer.cancel(entry.req_id) > 0
+            self._kept.pop(entry.req_id, None)
+            entry.is_submitted = not self._writer.cancel(entry.req_id)
+            return not entry.is_submitted
         for turn in self._line:  # one of them is its own, and finds its error
             turn.set()
         return True
@@ -151,14 +155,20 @@ class SubmitWriter:
             self._watch_credits(False)
             self._on_broken(str(error))
             return
-        if self._policy == "coalesce":
-            waiting = set(self._writer.pending_keys)
-            for req_id, entry in self._entries.items():
-                if not entry.is_submitted and req_id not in waiting:
-                    entry.is_submitted = True
-                    self._on_written(entry)
+        self._note_written()
         self._wake_first()
         self._watch_credits(self._writer.is_starved or bool(self._line))
+
+    def _note_written(self) -> None:
+        """Tell of the SUBMITs that have left the backlog."""
+        written = [entry for entry in self._kept.values() if not self._waits(entry)]
+        for entry in written:
+            del self._kept[entry.req_id]
+            entry.is_submitted = True
+            self._on_written(entry)
+
+    def _waits(self, entry: InFlight) -> bool:
+        return self._writer.pending_of(entry.req_id) > 0
 
     def _wake_first(self) -> None:
         if self._line:

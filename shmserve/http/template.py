@@ -12,6 +12,8 @@ from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from shmserve.http.errors import ApiError
@@ -41,6 +43,17 @@ def _strftime_now(fmt: str) -> str:
     return datetime.datetime.now().strftime(fmt)
 
 
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`: marks what the assistant said, for training. It stands for what is in it, in a scope as in transformers."""
+
+    tags = {"generation"}  # noqa: RUF012  # so jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=lineno)
+
+
 class ChatTemplate:
     """A compiled chat template. Raises TemplateError if it cannot be compiled. Any thread may render.
 
@@ -52,7 +65,9 @@ class ChatTemplate:
     ) -> None:
         self.is_foreign = is_foreign
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _Generation],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -71,6 +86,11 @@ class ChatTemplate:
         """Whether the template shows the tools it is given."""
         return "tools" in self.source
 
+    @property
+    def knows_developers(self) -> bool:
+        """Whether it has a place for messages of OpenAI's role `developer`."""
+        return "developer" in self.source
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],
@@ -80,9 +100,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. Raises ApiError 400 with the template's own message."""
         try:
-            return self._template.render(
+            text = self._template.render(
                 {
                     **self._special_tokens,
+                    "tools": None,  # defined, as in transformers: templates ask whether they are none
+                    "documents": None,
                     **(kwargs or {}),
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
@@ -95,6 +117,8 @@ class ChatTemplate:
                 param="messages",
                 code="template_error",
             ) from None
+        # The JSON of a call's arguments can say half of a surrogate pair, which is in no text that can be tokenised.
+        return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def continued_prompt(

@@ -85,7 +85,10 @@ class Tokenizer:
         self, token_ids: npt.NDArray[np.integer[Any]], *, skip_special_tokens: bool = False
     ) -> str:
         """The text of ids that came from outside."""
-        text = TextStream(self.pieces_for(skip_special_tokens))
+        pieces = self.pieces_for(skip_special_tokens)
+        if pieces.token_text() is None:  # their bytes are all there is to it: a tenth of the time
+            return b"".join(map(pieces.raw, token_ids.tolist())).decode("utf-8", "replace")
+        text = TextStream(pieces)
         return "".join([text.feed(token_id) for token_id in token_ids.tolist()]) + text.finish()
 
     async def encode(self, text: str, *, add_bos: bool) -> npt.NDArray[np.int32]:

@@ -85,6 +85,9 @@ class ToolSplitter:
         self._scanner: ObjectScanner | None = None
         self._is_announced = False
         self._out: list[Delta] = []
+        self._depth = 0  # of the brackets of a list of Python calls
+        self._quote = ""  # the one that its string began with, where we are in one
+        self._is_escaped = False
 
         marks = NO_MARKS
         if fmt.opener:
@@ -253,12 +256,40 @@ class ToolSplitter:
         return False
 
     def _in_python(self) -> bool:
-        """A list of calls is looked at when its bracket closes; arguments cannot be told from text before."""
+        """A list of calls is looked at when its bracket closes; arguments cannot be told from text before.
+
+        Once: each character is read once, however many brackets a list that is no list of calls has.
+        """
         for at, char in enumerate(self._buffer):
-            if char == "]" and self._python_calls(self._raw + self._buffer[: at + 1]):
-                self._raw, self._buffer = "", self._buffer[at + 1 :]
-                self._mode = self._at_end
+            if self._closes(char):
+                text, self._buffer = self._raw + self._buffer[: at + 1], self._buffer[at + 1 :]
+                self._raw = ""
+                if self._python_calls(text):
+                    self._mode = self._at_end
+                else:
+                    self._say(text)
+                    self._mode = self._in_text
                 return True
+        self._raw += self._buffer
+        self._buffer = ""
+        return False
+
+    def _closes(self, char: str) -> bool:
+        """Read one character of a list; True for the bracket that ends it. What is in a string is no bracket."""
+        if self._quote:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "\"'":
+            self._quote = char
+        elif char == "[":
+            self._depth += 1
+        elif char == "]":
+            self._depth -= 1
+            return self._depth == 0
         return False
 
     def _python_calls(self, text: str) -> bool:
@@ -274,7 +305,7 @@ class ToolSplitter:
             return False
         for name, arguments in calls[:1] if self._only_one else calls:
             self._announce(name)
-            self._argue(json.dumps(arguments, ensure_ascii=False))
+            self._argue(arguments)
         return True
 
     def _announce(self, name: str) -> bool:
@@ -300,8 +331,8 @@ class ToolSplitter:
             self._out.append({"tool_calls": [call]})
 
 
-def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of `f(a=1)`. ValueError for anything else."""
+def _python_call(node: ast.expr) -> tuple[str, str]:
+    """Name of `f(a=1)`, and its arguments as JSON. ValueError or TypeError for anything else, and for what JSON has not (bytes, sets, ...)."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
     arguments = {}
@@ -309,4 +340,9 @@ def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
         if keyword.arg is None:
             raise ValueError("a ** argument")
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return ast.unparse(node.func), arguments
+    told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        told.encode()
+    except UnicodeEncodeError:  # "\\ud83d\\ude00": in JSON a pair, in Python two halves
+        told = json.dumps(arguments, allow_nan=False)
+    return ast.unparse(node.func), told

@@ -153,7 +153,7 @@ def with_calls_as_objects(index: int, message: dict[str, Any]) -> dict[str, Any]
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise bad_field(
                     f"{at}[{i}].function.arguments",
                     f"{at}[{i}].function.arguments is not valid JSON: {error}",
@@ -166,8 +166,6 @@ def told_in_words(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Messages for a template that knows no tools: signatures in the system message, calls and results as text."""
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    words = _IN_WORDS.format(tools=lines)
     out: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content") or ""
@@ -192,6 +190,10 @@ def told_in_words(
             text = "\n".join([content, *calls] if content else calls)
             message = {"role": message["role"], "content": text}
         out.append(message)
+    if not tools:
+        return out
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    words = _IN_WORDS.format(tools=lines)
     if out and out[0]["role"] == "system":
         first = out[0].get("content") or ""
         out[0] = {**out[0], "content": f"{first}\n\n{words}" if first else words}

@@ -6,6 +6,7 @@ SGLang's clients, sglang-router and vllm-router read. Numbers come from the work
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from datetime import UTC, datetime
@@ -25,9 +26,11 @@ from shmserve.http.health import Boards
 from shmserve.http.neighbours import Neighbours
 from shmserve.http.openai.schemas import ChatRequest
 from shmserve.request import SamplingParams
-from shmserve.wire.submit_slots import SubmitKind, digest_of_req_id
+from shmserve.wire.submit_slots import digest_of_req_id
 
 MOST_IDS: Final = 1_000_000
+INLINE_IDS: Final = 8_192
+"""So few are decoded on the event loop, in some milliseconds at most."""
 _OUR_ID = re.compile(r"(?:[a-z]+[-_])?([0-9a-f]{16})")
 
 
@@ -107,9 +110,14 @@ async def detokenize(front: FrontEnd, request: web.Request, body: bytes) -> web.
         raise bad_field(
             "tokens", f"tokens may hold at most {MOST_IDS} ids, got {len(parsed.tokens)}"
         )
-    fields.token_ids("tokens", parsed.tokens, front.tokenizer.vocab_size)
-    ids = np.array(parsed.tokens, np.int64)
-    text = front.tokenizer.decode(ids, skip_special_tokens=bool(parsed.skip_special_tokens))
+
+    def text_of() -> str:
+        fields.token_ids("tokens", parsed.tokens, front.tokenizer.vocab_size)
+        ids = np.array(parsed.tokens, np.int64)
+        return front.tokenizer.decode(ids, skip_special_tokens=bool(parsed.skip_special_tokens))
+
+    is_long = len(parsed.tokens) > INLINE_IDS
+    text = await asyncio.to_thread(text_of) if is_long else text_of()
     return _json({"prompt": text, "text": text})
 
 
@@ -129,7 +137,7 @@ async def abort_request(front: FrontEnd, request: web.Request, body: bytes) -> w
         req_id = int(ours[1], 16) if ours else 0
         entry = front.client.in_flight.get(req_id)
         if entry is not None:
-            entry.link.control(req_id, SubmitKind.ABORT)
+            front.client.end(entry)
             count += 1
             continue
         found = await front.client.abort_by_digest(digest_of(rid))
@@ -200,7 +208,7 @@ def _load(front: FrontEnd, boards: Boards, worker: int) -> dict[str, Any]:
         # Of one that has become idle, what is left of a rate says nothing: smg would take it for slow, and send it nothing.
         "gen_throughput": round(rate, 1) if running or waiting else 0.0,
         "cache_hit_rate": hits / queries if queries else 0.0,
-        "utilization": running / max(1, front.config.worker.max_num_seqs),
+        "utilization": running / front.config.worker.run_slots,
         "max_running_requests": front.config.worker.run_slots,
     }
 

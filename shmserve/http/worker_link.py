@@ -53,9 +53,7 @@ class WorkerLink:
         client = self._client
         self.channel = channel
         self._is_broken = False
-        self.writer = SubmitWriter(
-            channel.submit, client.rings, self.in_flight, client.was_written, self.break_off
-        )
+        self.writer = SubmitWriter(channel.submit, client.rings, client.was_written, self.break_off)
         self.pump = Pump(
             channel.tokens,
             self.in_flight,
@@ -91,7 +89,11 @@ class WorkerLink:
         log.error("worker %d: %s", self.worker, reason)
         self.state = "dead"
         self._client.on_broken(self.worker, self.channel.epoch, reason)
-        asyncio.get_running_loop().call_soon(self.close, reason)
+        asyncio.get_running_loop().call_soon(self._close_broken, self.channel, reason)
+
+    def _close_broken(self, channel: Channel, reason: str) -> None:
+        if self.channel is channel:  # else it was replaced in the same turn
+            self.close(reason)
 
     def fold_times(self) -> None:
         if self.pump is not None:

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import time
 from typing import Final
@@ -28,6 +29,10 @@ from shmserve.rings.layout import BOARD_MAGIC, LOCK_OWNER, MAGIC, ZONE_BYTES
 SHM_DIR: Final = "/dev/shm"
 UNFINISHED_GRACE_S: Final = 60.0
 """A segment without magic is left alone this long: its creator may be between its steps."""
+NO_SHM: Final = (
+    f"there is no {SHM_DIR}: the rings need POSIX shared memory (docker run without --ipc=none)"
+)
+NO_OFD_LOCKS: Final = "this system has no open file description locks (F_OFD_SETLK), which shmserve needs: Linux has them, gVisor has not"
 
 
 class SegmentError(OSError):
@@ -38,7 +43,12 @@ def _lock(fd: int, command: int, kind: int, byte: int) -> int:
     """Run an OFD lock command on one byte; the lock type that the kernel answered."""
     # struct flock on 64-bit Linux: type, whence, start, len, pid (0 for OFD locks), padded to 32 bytes.
     request = struct.pack("hh4xqqi4x", kind, os.SEEK_SET, byte, 1, 0)
-    answer = fcntl.fcntl(fd, command, request)
+    try:
+        answer = fcntl.fcntl(fd, command, request)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # the command itself: nothing else of it can be wrong
+            raise SegmentError(errno.EINVAL, NO_OFD_LOCKS) from None
+        raise
     return int(struct.unpack("hh4xqqi4x", answer)[0])
 
 
@@ -78,8 +88,14 @@ class Segment:
         try:
             shm = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600)
         except posix_ipc.ExistentialError:
+            if not os.path.isdir(SHM_DIR):
+                raise SegmentError(errno.ENOENT, NO_SHM) from None
             raise SegmentError(
                 errno.EEXIST, f"shared memory {SHM_DIR}{name} exists already"
+            ) from None
+        except posix_ipc.PermissionsError:
+            raise SegmentError(
+                errno.EACCES, f"cannot create shared memory {SHM_DIR}{name}: Permission denied"
             ) from None
         except OSError as error:
             raise SegmentError(
@@ -113,7 +129,7 @@ class Segment:
     def attach_readonly(cls, name: str) -> Segment:
         """Map `name` for looking only: the kernel refuses any write through it."""
         try:
-            fd = os.open(SHM_DIR + name, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_ours(name, os.O_RDONLY)
         except OSError as error:
             raise SegmentError(
                 error.errno, f"cannot open shared memory {SHM_DIR}{name}: {error.strerror}"
@@ -164,14 +180,32 @@ class Segment:
         self._private_fds.clear()
         os.close(self.fd)
 
-    def unlink(self) -> None:
-        """Remove the name if it is still this segment's (a later start may have taken it); mappings go on."""
+    def is_named(self) -> bool:
+        """True if the name still leads here: it may be gone, or a later start's."""
         try:
             there = os.stat(SHM_DIR + self.name)
         except FileNotFoundError:
-            return
-        if os.path.samestat(there, self._file):
+            return False
+        return os.path.samestat(there, self._file)
+
+    def unlink(self) -> None:
+        """Remove the name if it is still this segment's (a later start may have taken it); mappings go on."""
+        if self.is_named():
             unlink(self.name)
+
+
+def open_ours(name: str, flags: int) -> int:
+    """A descriptor of the file `name`. Raises OSError, EPERM for what is no segment that this user, or anybody if we are root, has made.
+
+    Anybody may put something into /dev/shm under a name of ours: a pipe that is waited for at its opening, a link, a file that shrinks
+    under our mapping.
+    """
+    fd = os.open(SHM_DIR + name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found, user = os.fstat(fd), os.geteuid()
+    if not stat.S_ISREG(found.st_mode) or user not in (0, found.st_uid):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "it is no file of ours")
+    return fd
 
 
 def _checked_size(name: str, fd: int) -> int:
@@ -208,7 +242,11 @@ def unlink(name: str) -> None:
 
 def names(prefix: str) -> list[str]:
     """Names (with leading slash) of the segments whose name begins with `prefix` (without slash), sorted."""
-    return sorted("/" + entry for entry in os.listdir(SHM_DIR) if entry.startswith(prefix))
+    try:
+        entries = os.listdir(SHM_DIR)
+    except FileNotFoundError:
+        return []  # no shared memory here: `create` says so
+    return sorted("/" + entry for entry in entries if entry.startswith(prefix))
 
 
 def sweep(prefix: str) -> list[str]:
@@ -220,7 +258,7 @@ def sweep(prefix: str) -> list[str]:
     removed = []
     for name in names(prefix):
         try:
-            fd = os.open(SHM_DIR + name, os.O_RDWR | os.O_CLOEXEC)
+            fd = open_ours(name, os.O_RDWR)
         except OSError:
             continue  # gone meanwhile, or another user's: not ours to remove
         try:

@@ -69,8 +69,9 @@ def token_key(slot: memoryview | bytearray | bytes) -> int:
 
 
 def weigh_tokens(slot: memoryview | bytearray) -> int:
-    """Tokens in a token slot (0 for other kinds): the unit of --coalesce-tokens."""
-    return slot[21] if slot[20] == TokenKind.TOKENS else 0
+    """The unit of --coalesce-tokens: tokens in a token slot; 1 for one of a prompt's logprobs, which come before any token; else 0."""
+    kind = slot[20]
+    return slot[21] if kind == TokenKind.TOKENS else int(kind == TokenKind.PROMPT_LOGPROBS)
 
 
 def stamp_publish(slots: bytearray, now_ns: int) -> None:

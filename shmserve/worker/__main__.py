@@ -63,7 +63,8 @@ class Worker:
         self.board.segment.unlink()
 
     def progress(self, what: str, fraction: float) -> None:
-        """Told by the runner while it loads."""
+        """Told by the runner while it loads. What gets on is not hung, however long it takes in all (health.py)."""
+        self.board["phase_since_ns"] = time.monotonic_ns()
         self.board["loading_permille"] = int(1000 * fraction)
         self.joined.link.send({"type": "loading", "phase": what, "fraction": fraction})
 

@@ -48,12 +48,10 @@ def _guesses_of(sequence: Sequence, columns: Columns) -> tuple[int, int, int]:
     guesser, row = sequence.guesser, sequence.row
     if guesser is None:
         return (0, 0, 0)
-    if row >= 0:
+    if guesser.num_guessed and row >= 0:  # without a row it was judged when it was preempted
         newest = columns.token_ids[row, guesser.num_tokens : int(columns.num_tokens[row])]
-    else:
-        newest = sequence.token_ids[guesser.num_tokens :]
-    if len(newest):
-        guesser.follow(newest.tolist())
+        if len(newest):
+            guesser.follow(newest.tolist())
     return (guesser.num_verified, guesser.num_drafts, guesser.num_accepted)
 
 

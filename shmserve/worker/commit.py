@@ -136,6 +136,7 @@ class Committer:
                 units.append((sequence.channel, sequence.req_id, unit))
                 continue
             has_ended[scores.part.seq] = True
+            self._scheduler.distrust(sequence)
             if all(ended is not sequence for ended, _ in endings):
                 endings.append((sequence, Ending(FinishReason.ERROR)))
         result: npt.NDArray[np.bool_] = ~has_ended[batch.sample_seqs]

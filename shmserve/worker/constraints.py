@@ -70,8 +70,11 @@ class Constraints:
 
     def forget(self, req_id: int) -> None:
         """The sequence has ended."""
-        if self._sequences.pop(req_id, None) is not None and self._compiler is not None:
+        sequence = self._sequences.pop(req_id, None)
+        if sequence is not None and self._compiler is not None:
             self._compiler.forget(req_id)
+            if sequence.grammar is not None and sequence.grammar.is_error():
+                self._compiler.drop(sequence.params.grammar)
         self._compiling.discard(req_id)
 
     def begin_masks(self, batch: Batch) -> Future[Masks] | None:

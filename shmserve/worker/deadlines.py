@@ -10,11 +10,15 @@ A step asks for the nearest moment only; who has no bound is never looked at. Wo
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from shmserve.config import WorkerConfig
 from shmserve.lazy_heap import LazyHeap
 from shmserve.wire.submit import Submit
 from shmserve.worker.sequence import Sequence
+
+MOST_WAIT_MS: Final = 3_600_000
+"""An idle worker looks again so often: a deadline may be anything, and poll() takes 24 days at most."""
 
 
 class Deadlines:
@@ -68,4 +72,4 @@ class Deadlines:
         if first is None:
             return None
         left_ns: int = first[0] - time.monotonic_ns()
-        return max(0, -(-left_ns // 1_000_000))
+        return min(MOST_WAIT_MS, max(0, -(-left_ns // 1_000_000)))

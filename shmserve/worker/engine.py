@@ -193,10 +193,11 @@ class Engine:
         self.channels.drain(self)
         if self._deadlines.num_bounded:
             self._end_overdue(begin)
-        self.channels.flush()  # before the schedule: credits let paused sequences go on
+        self._take_compiled()
+        # Behind all that answers somebody, since no step may follow; before the schedule: credits let paused sequences go on.
+        self.channels.flush()
         for http in list(self.channels.broken):
             self.close_channel(http)
-        self._take_compiled()
         if self._overlap.is_flying:
             self._show_begin(self._overlap.next_to_land, begin)
         elif not self._launch(begin):

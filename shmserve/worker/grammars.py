@@ -37,8 +37,9 @@ class GrammarCompiler:
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._running: dict[int, tuple[str, Future[LLMatcher]]] = {}
+        # Those of `_running`, by grammar: a burst of one compiles it once.
+        self._coming: dict[str, Future[LLMatcher]] = {}
         self._done = Counter.create()
-        self._has_news = False
 
     @property
     def fd(self) -> int:
@@ -55,31 +56,39 @@ class GrammarCompiler:
         if kept is not None:
             self._kept.move_to_end(grammar)
             return kept.deep_copy()
-        future = self._thread.submit(self._compile, grammar)
+        future = self._coming.get(grammar)
+        if future is None:
+            future = self._coming[grammar] = self._thread.submit(self._compile, grammar)
+            future.add_done_callback(self._tell)
         self._running[req_id] = (grammar, future)
-        future.add_done_callback(self._tell)
         return None
 
     def _tell(self, _: Future[LLMatcher]) -> None:
-        self._has_news = True
         self._done.add(1)
 
     def forget(self, req_id: int) -> None:
         """The request has ended before its grammar was ready."""
-        if req_id in self._running:
-            self._running.pop(req_id)[1].cancel()
+        if req_id not in self._running:
+            return
+        grammar, future = self._running.pop(req_id)
+        if all(other is not future for _, other in self._running.values()):
+            self._coming.pop(grammar, None)
+            future.cancel()
+
+    def drop(self, grammar: str) -> None:
+        """A copy of it has failed. All copies share a lexer, and what that has run out of: the next request gets a new one."""
+        self._kept.pop(grammar, None)
 
     def ready(self) -> list[tuple[int, LLMatcher | None, str]]:
         """(req_id, matcher, "") or (req_id, None, why not) of those that were compiled since the last call."""
-        if not self._has_news:
+        if not self._done.take():  # before the look: what ends from here on says so again
             return []
-        self._has_news = False  # before the look: what ends from here on says so again
-        self._done.take()
         found: list[tuple[int, LLMatcher | None, str]] = []
         for req_id, (grammar, future) in list(self._running.items()):
             if not future.done():
                 continue
             del self._running[req_id]
+            self._coming.pop(grammar, None)
             matcher = future.result()
             if matcher.is_error():
                 found.append((req_id, None, " ".join(matcher.get_error().split())))
@@ -91,11 +100,13 @@ class GrammarCompiler:
         return found
 
     def _compile(self, grammar: str) -> LLMatcher:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         if self._tokenizer is None:
             self._tokenizer = self._new_tokenizer()
-        return LLMatcher(self._tokenizer, grammar, log_level=0)
+        # Its errors go to the client: without the state of the parser, and what was generated up to there.
+        limits = LLParserLimits(verbose_errors=False)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

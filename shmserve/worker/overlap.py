@@ -156,11 +156,15 @@ class Overlap:
         # The same array as long as the same go on: whoever has prepared for these rows sees that they are the same.
         rows = sampled if len(carried) == len(sampled) else sampled[carried]
         completed = [
-            s.row
+            s
             for (s, count), first in zip(chunks, firsts, strict=True)
             if first + count == columns.num_tokens[s.row]
         ]
-        drawn = np.concatenate((rows, np.array(completed, np.int32))) if completed else rows
+        if any(s.grammar is not None for s in completed):
+            return None  # there are masks for those only who sample in the step in flight
+        drawn = rows
+        if completed:
+            drawn = np.concatenate((rows, np.array([s.row for s in completed], np.int32)))
         if not (len(rows) or chunks) or not self._runner.can_carry(drawn, scheduler.sampling):
             return None
         decode_set = None

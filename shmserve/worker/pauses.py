@@ -26,7 +26,11 @@ class Pauses:
         self._held: set[int] = set()  # by PAUSE records
 
     def __len__(self) -> int:
-        return len(self._backlogged) + len(self._held)
+        """Sequences, each once, whatever its reasons."""
+        num_paused = len(self._backlogged) + len(self._held) + self._constraints.num_compiling
+        if self._backlogged and self._held:
+            num_paused -= len(self._backlogged & self._held)
+        return num_paused
 
     def hold(self, req_id: int, is_held: bool) -> None:
         """The client has paused the request, or lets it go on."""

@@ -7,10 +7,10 @@ need it: each is imported where it is chosen. Main thread of the worker, while i
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Any
 
-from shmserve.devices import share_of_cores
+from shmserve.devices import has_driver, share_of_cores, visible_devices
 from shmserve.model_memory import (
     available_bytes,
     bfloat16_bytes,
@@ -33,8 +33,27 @@ def build_runner(
     joined: Joined, model: PreparedModel, progress: Progress
 ) -> tuple[ModelRunner, Ranks | None]:
     """The runner that the configuration names, loaded, and the other ranks if it has some. May raise anything."""
+    runner, ranks = _built(joined, model, progress)
+    info = runner.info
+    if info.max_model_len < model.context_length and not joined.config.model.max_model_len:
+        is_full = info.max_model_len == (info.num_blocks - 1) * info.block_size
+        log.warning(
+            "a prompt and its answer may have %d tokens, of the %d of the model's context: %s",
+            info.max_model_len,
+            model.context_length,
+            "the KV cache holds no more (--kv-cache-bytes)"
+            if is_full
+            else f"{info.name} computes no more",
+        )
+    return runner, ranks
+
+
+def _built(
+    joined: Joined, model: PreparedModel, progress: Progress
+) -> tuple[ModelRunner, Ranks | None]:
     config, num_workers = joined.config.worker, joined.config.num_workers
-    max_model_len = joined.config.model.max_model_len or model.context_length
+    told_len = joined.config.model.max_model_len
+    max_model_len = told_len or model.context_length
     if config.runner == "simulated":
         return _simulated_runner(config, model, max_model_len), None
     limits: dict[str, Any] = {
@@ -42,7 +61,8 @@ def build_runner(
         # A prompt that is not cut may come on top of a step that is almost full.
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs)
         + (0 if config.chunked_prefill else max_model_len),
-        "max_model_len": max_model_len,
+        # None: what the KV cache holds of the context. But a step with a whole prompt has buffers for the longest one, which is then told.
+        "max_model_len": told_len or (None if config.chunked_prefill else max_model_len),
         "kv_cache_bytes": config.kv_cache_bytes
         or kv_cache_bytes(config.kv_cache_fraction, num_workers),
         "block_size": config.block_size,
@@ -133,12 +153,33 @@ def own_runner(config: WorkerConfig, model: PreparedModel, limits: dict[str, Any
 
 
 def has_cuda() -> bool:
-    """Whether torch finds a CUDA device. Without a driver's device node it is not asked: importing it takes seconds."""
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/nvhost-gpu").exists():
+    """Whether torch finds a CUDA device that our kernels run on; says what it does not like. Without a driver it is not asked: importing it takes
+    seconds."""
+    if not has_driver():
         return False
     import torch
 
-    return bool(torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        is_hidden = not visible_devices(os.environ)
+        build = torch.version.cuda or "no CUDA at all"
+        log.log(
+            logging.INFO if is_hidden else logging.WARNING,
+            "the CPU computes: torch %s sees no CUDA device, though there is a driver (torch is built for %s)",
+            torch.__version__,
+            build,
+        )
+        return False
+    from shmserve.worker.cuda.runner import LEAST_CAPABILITY
+
+    found, least = torch.cuda.get_device_capability(), LEAST_CAPABILITY
+    if found < least:
+        log.warning(
+            "the CPU computes: the GPU has compute capability %d.%d, the kernels need %d.%d",
+            *found,
+            *least,
+        )
+        return False
+    return True
 
 
 def kv_cache_bytes(fraction: float, num_workers: int = 1) -> int:

@@ -107,7 +107,8 @@ class SamplingState:
         by_grammar, allowed = self.masks.get(row), self.allowed.get(row)
         if by_grammar is None or allowed is None:
             return allowed if by_grammar is None else by_grammar
-        return by_grammar.view(np.int32) & allowed
+        # A grammar knows the ids that only pad the vocabulary, too; the allowed ones end before them.
+        return by_grammar.view(np.int32)[: len(allowed)] & allowed
 
     @property
     def has_limits(self) -> bool:

@@ -349,7 +349,11 @@ class Scheduler:
         for index in failed:
             broken = self.by_row[int(batch.rows[batch.sample_seqs[index]])]
             if broken is not None:
-                self.tables.distrust(broken, self.running)
+                self.distrust(broken)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Logits of a running sequence were not finite: nothing that it has computed shall be found."""
+        self.tables.distrust(sequence, self.running)
 
     def _batch(
         self,

@@ -56,7 +56,7 @@ def sized(
         needed = (-(-max(max_model_len, block_size) // block_size) + 1) * bytes_per_block
         raise ModelLoadError(
             f"a KV cache of {kv_cache_bytes} bytes holds {max(capacity, 0)} tokens, but one sequence of "
-            f"{max(max_model_len, block_size)} needs {needed} bytes"
+            f"{max(max_model_len, block_size)} needs {needed} bytes (--max-model-len, --kv-cache-bytes)"
         )
     return RunnerInfo(
         name=name,

@@ -6,7 +6,7 @@ columns hold what is certain, and the prefix cache and the penalties read nothin
     a sequence     at most as many as it asked for, and never past its last token: of the guesses and the token behind them
                    all could be kept
     a step         at most as many as the runner verifies, and half of what the decoding rows leave of the token budget: the
-                   other half is for prompts
+                   other half is for prompts. LEARNT_AT_ONCE tokens of one prompt are learnt: all at once would take 2 us each
     blocks         those that the sequence has, and one more while more are free than sequences run: no guess is the reason
                    that somebody is preempted in the next step
 
@@ -15,6 +15,8 @@ told in advance. Nothing here costs anything where nobody speculates. Worker's m
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,9 @@ from shmserve.worker.columns import Columns
 from shmserve.worker.ngram import NgramIndex
 from shmserve.worker.runner import RunnerInfo
 from shmserve.worker.sequence import Sequence
+
+LEARNT_AT_ONCE: Final = 1_024
+"""Tokens of a prompt whose n-grams are learnt in one step."""
 
 
 class Speculation:
@@ -43,11 +48,19 @@ class Speculation:
             return
         if sequence.guesser is None:
             most = min(sequence.params.num_speculative_tokens, MOST_SPECULATIVE_TOKENS)
-            sequence.guesser = NgramIndex(sequence.token_ids, most)
+            sequence.guesser = NgramIndex(sequence.token_ids[:0], most)
         self._by_row[sequence.row] = sequence
 
     def leave(self, row: int) -> None:
-        self._by_row.pop(row, None)
+        """It loses its row. Its last guess is judged now: a token that it makes once it was computed again is none of that guess."""
+        sequence = self._by_row.pop(row, None)
+        if sequence is None or sequence.guesser is None:
+            return
+        columns, guesser = self._columns, sequence.guesser
+        if guesser.num_guessed:
+            newest = columns.token_ids[row, guesser.num_tokens : int(columns.num_tokens[row])]
+            if len(newest):
+                guesser.follow(newest.tolist())
 
     def guesses(
         self, rows: npt.NDArray[np.int32], budget: int, num_running: int
@@ -57,14 +70,32 @@ class Speculation:
         if not self._by_row:
             return found
         room = min(self._max_guesses, budget // 2)
+        has_learnt = False
         for index, row in enumerate(rows.tolist()):
             sequence = self._by_row.get(row)
-            if sequence is not None:
-                guess = self._guess(sequence, room, num_running)
-                if guess:
-                    found[index] = guess
-                    room -= len(guess)
+            if sequence is None:
+                continue
+            if self._num_unlearnt(sequence) > LEARNT_AT_ONCE:
+                if not has_learnt:
+                    self._learn(sequence)
+                has_learnt = True
+                continue
+            guess = self._guess(sequence, room, num_running)
+            if guess:
+                found[index] = guess
+                room -= len(guess)
         return found
+
+    def _num_unlearnt(self, sequence: Sequence) -> int:
+        assert sequence.guesser is not None
+        return int(self._columns.num_tokens[sequence.row]) - sequence.guesser.num_tokens
+
+    def _learn(self, sequence: Sequence) -> None:
+        guesser = sequence.guesser
+        assert guesser is not None
+        begin = guesser.num_tokens
+        tokens = self._columns.token_ids[sequence.row, begin : begin + LEARNT_AT_ONCE]
+        guesser.extend(tokens.tolist())
 
     def _guess(self, sequence: Sequence, room: int, num_running: int) -> list[int]:
         columns, row, guesser = self._columns, sequence.row, sequence.guesser

@@ -74,6 +74,8 @@ class StopConditions:
                 keep = match.end if params.include_stop else match.start
                 return Ending(FinishReason.STOP_STRING, matched_stop=match.stop, keep_bytes=keep)
         if is_stop_id:
+            if sequence.grammar is not None and sequence.grammar.is_error():
+                return failed(sequence.grammar)  # its mask left nothing but the end: that is none
             return Ending(FinishReason.STOP_TOKEN, matched_token=token_id)
         if num_left <= 0:
             return Ending(FinishReason.LENGTH)
@@ -108,5 +110,11 @@ class StopConditions:
 def advance_grammar(grammar: LLMatcher, token_id: int) -> Ending | None:
     """The matcher has this token behind it; the ending if nothing may follow."""
     if not grammar.consume_token(token_id):
-        return Ending(FinishReason.ERROR, fault=f"the grammar failed: {grammar.get_error()}")
+        return failed(grammar)
     return Ending(FinishReason.GRAMMAR) if grammar.is_stopped() else None
+
+
+def failed(grammar: LLMatcher) -> Ending:
+    """The ending of one whose grammar could not be followed any further, for want of room or by its own fault."""
+    reason = " ".join(grammar.get_error().removesuffix("<non-verbose/>").split())
+    return Ending(FinishReason.ERROR, fault=f"the grammar failed: {reason}")

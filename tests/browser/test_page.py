@@ -216,6 +216,31 @@ def test_killed_worker_is_shown_and_recovered_from(
     assert "10 tokens" in tab.text(".figures")
 
 
+def test_question_that_nobody_answered_is_not_sent_again_with_the_next(
+    server: Server, open_tab: Callable[..., Any]
+) -> None:
+    tab = open_tab(server).wait_ready()
+    tab.set(max_tokens="5")
+    asked: list[list[str]] = []
+
+    def note(request: Any) -> None:
+        if request.method == "POST":
+            asked.append([message["content"] for message in request.post_data_json["messages"]])
+
+    tab.page.on("request", note)
+    long = ("word " * 9_000).strip()
+    tab.send(long)
+    tab.page.wait_for_selector(".failure button")
+    assert "maximum context length" in tab.text(".failure p")
+    tab.send("Hi")
+    tab.wait_pieces(1)
+    tab.wait_over()
+    assert asked == [[long], ["Hi"]]
+    assert tab.page.locator(".failure button").count() == 0  # there is nothing left to try again
+    assert all("status of 400" in each for each in tab.troubles), tab.troubles
+    tab.troubles.clear()  # the browser itself writes this line
+
+
 def test_page_asks_for_the_key_and_locks_the_panel_without_the_operators(
     start: Callable[..., Server], open_tab: Callable[..., Any], pictures: Path
 ) -> None:
@@ -230,7 +255,13 @@ def test_page_asks_for_the_key_and_locks_the_panel_without_the_operators(
     tab.page.screenshot(path=str(pictures / "asks-for-key.png"))
     tab.page.click("#notice-action")
     assert tab.page.evaluate("document.activeElement.id") == "set-api-key"
-    tab.page.keyboard.type(API_KEY)
+    tab.page.keyboard.type("not-the-right-one-either")
+    tab.page.keyboard.press("Enter")
+    until(
+        lambda: "does not take that API key" in tab.text("#notice-text"), "a wrong key is told of"
+    )
+    tab.page.click("#notice-action")
+    tab.page.fill("#set-api-key", API_KEY)
     tab.page.keyboard.press("Enter")
     tab.page.wait_for_selector("#notice", state="hidden")
     tab.wait_ready()

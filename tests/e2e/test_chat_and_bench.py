@@ -20,6 +20,7 @@ import pytest
 from serving import PATIENCE_S, ROOT, Server, until
 
 from shmserve import cli
+from shmserve.commands.bench import _read_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +81,7 @@ def test_a_pipe_gets_the_answer_and_nothing_else(
         (("bench",), "", 2, "--rate or --concurrency"),
         (("bench", "--rate", "fast"), "", 2, "--rate"),
         (("bench", "--rate", "-1"), "", 2, "rate must be above 0"),
+        (("bench", "--rate", "50,-1", "--num-requests", "1"), "", 2, "rate must be above 0"),
         (("bench", "--rate", "1", "--max-tokens", "9-3"), "", 2, "9-3"),
         (("bench", "--rate", "1", "--slo", "x=1"), "", 2, "ttft, itl, tpot, e2e"),
         (("bench", "--rate", "1", "--extra", "[]"), "", 2, "not a JSON object"),
@@ -100,6 +102,12 @@ def test_an_error_is_one_line(
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert line.startswith("shmserve: error: ") and words in line
+
+
+def test_prompts_are_a_line_each_whatever_else_ends_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes('one\x0cpage\r\n\n"two\\nlines \u2028"\n\u2029three'.encode())
+    assert _read_prompts(str(path)) == ("one\x0cpage", "two\nlines \u2028", "\u2029three")
 
 
 def test_a_sweep_is_measured_printed_and_written(

@@ -55,6 +55,7 @@ TEXTS = {
     '<tool_call>{"name": "get_weather", "arguments": {"city": "B"}}</tool_call>',
     2_000_003: "No tool is needed for 1 < 2.",
     2_000_004: '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+    2_000_006: " so be it.</think>\nYes.",
     2_000_005: 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>',
 }
 

@@ -3,7 +3,11 @@
 import contextlib
 import json
 
+import msgspec
 import pytest
+
+from shmserve.http.anthropic.formats import _object
+from shmserve.http.anthropic.schemas import CountRequest, Message, chat_request
 
 BODY = {"model": None, "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {
@@ -113,6 +117,31 @@ def test_tool_call_is_a_block_of_its_own(asker):
     same(told, streamed(asker, tools=[TOOL], seed=CALLING, max_tokens=200))
 
 
+def test_a_call_that_the_length_cuts_is_told_as_cut(asker):
+    """A client that runs it would run half of its arguments."""
+    fields = {"tools": [TOOL], "seed": CALLING, "max_tokens": 22}
+    told = plain(asker, **fields)
+    assert told["content"][-1]["type"] == "tool_use"
+    assert "_incomplete" in told["content"][-1]["input"]
+    assert told["stop_reason"] == streamed(asker, **fields)["stop_reason"] == "max_tokens"
+
+
+def test_output_format_holds(asker):
+    """What `client.messages.parse(output_format=...)` sends."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}  # fmt: skip
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    told = plain(asker, output_config=config, seed=3, max_tokens=60)
+    assert json.loads(told["content"][0]["text"])["a"] in (1, 2)
+    answer = asker.post("/v1/messages", BODY | {"output_config": {"format": {"type": "xml"}}})
+    assert answer.status == 400 and "output_config.format" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": NaN}', "[" * 5000, '{"a": 1'])
+def test_arguments_that_are_no_json_are_given_as_text(arguments):
+    told = _object(arguments)
+    assert told == {"_incomplete": arguments} and msgspec.json.encode(told)
+
+
 def test_blocks_system_and_tool_results_reach_the_prompt(asker):
     body = {
         "system": [{"type": "text", "text": "Be brief."}],
@@ -139,6 +168,17 @@ def test_blocks_system_and_tool_results_reach_the_prompt(asker):
     told = plain(asker, **body, ignore_eos=True)
     usage = told["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted > 60
+
+
+def test_what_was_thought_before_a_call_reaches_the_template():
+    """Templates of models that think between calls show it until the user speaks again."""
+    blocks = [
+        {"type": "thinking", "thinking": "Look it up.", "signature": ""},
+        {"type": "tool_use", "id": "t1", "name": "f", "input": {}},
+    ]
+    parsed = CountRequest(messages=[Message("user", "?"), Message("assistant", blocks)])
+    said = chat_request(parsed).messages[1]
+    assert said["reasoning_content"] == "Look it up." and said["tool_calls"][0]["id"] == "t1"
 
 
 def test_last_message_of_the_assistant_is_continued(asker):

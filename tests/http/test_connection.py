@@ -160,6 +160,34 @@ def test_a_client_that_waits_for_each_answer_keeps_its_connection(strict):
     connection.close()
 
 
+def test_a_connection_outlives_large_bodies_and_their_refusals(server):
+    connection = server.connect()
+    sockets = set()
+    for prompt in ("a" * 1_000_000, "", "b" * 3_000_000, ""):
+        body = {"prompt": prompt} if prompt else [prompt]
+        connection.request("POST", "/tokenize", json.dumps(body))
+        response = connection.getresponse()
+        assert response.status == (200 if prompt else 400) and response.read()
+        sockets.add(connection.sock)
+    assert None not in sockets and len(sockets) == 1
+    connection.close()
+
+
+def test_a_head_that_goes_on_beside_a_running_request_ends_the_connection_behind_it(strict, wire):
+    """It is nobody's turn yet, and without a bound it would be kept for as long as the stream runs."""
+    running = wire(strict)
+    running.send(
+        "/v1/completions", {"prompt": "Hi", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    )
+    data = running.read_until(b"data: ")
+    head = b"".join(b"X-%d: %b\r\n" % (i, b"a" * 8_000) for i in range(12))
+    running.sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + head)
+    data += running.read_until(b"0\r\n\r\n")
+    assert b"[DONE]" in data
+    running.sock.sendall(b"\r\n")
+    assert running.read_all() == b"", "no answer to what came too early"
+
+
 # --- too much, and no HTTP
 
 
@@ -212,6 +240,13 @@ def test_a_body_that_is_not_what_its_headers_say_is_a_400(strict, wire):
         rude.sock.sendall(f"{HEAD}{more}\r\n".encode() + body)
         assert b" 400 Bad Request" in rude.read_until(b"}}")[:30], more
     assert "Traceback" not in strict.output()[before:]
+
+
+def test_a_compression_that_is_not_read_here_is_a_415_that_names_those_that_are(strict, wire):
+    unread = wire(strict)
+    unread.sock.sendall(framed(b"\x28\xb5\x2f\xfd", "Content-Encoding: zstd\r\n"))
+    answer = unread.read_all()
+    assert refusal(answer) == (415, "unsupported_encoding") and b"gzip" in answer
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])

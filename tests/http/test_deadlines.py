@@ -140,9 +140,9 @@ def test_a_timeout_that_is_none_is_refused_by_name(server):
 # -- a worker that does not do its part --------------------------------------------------------------------------------------
 
 
-def with_puppet(scenario, model):
+def with_puppet(scenario, model, token_slots=64):
     async def whole():
-        rings = RingConfig(token_slots=64, submit_slots=16)
+        rings = RingConfig(token_slots=token_slots, submit_slots=16)
         async with Puppet(model, HttpConfig(), rings) as puppet, asyncio.timeout(40):
             await scenario(puppet)
             await asyncio.sleep(0)
@@ -216,3 +216,23 @@ def test_the_operators_bound_on_running_ends_with_what_there_is(start_server):
     assert time.monotonic() - begin >= 0.5
     assert server.complete(max_tokens=5, ignore_eos=True)["choices"][0]["stop_reason"] is None
     server.wait_idle()
+
+
+def test_an_end_that_was_there_is_told_though_this_process_stood_still(default_model):
+    """It lies behind more than the pump reads in one turn of the loop, and the timer was due in that turn."""
+
+    async def scenario(puppet):
+        other, _ = await puppet.ask(stream=True)
+        running = (await puppet.submitted()).req_id
+        reader, _ = await puppet.ask(timeout_ms=1000)
+        req_id = (await puppet.submitted()).req_id
+        puppet.put(started_record(running), started_record(req_id))
+        puppet.put(*(tokens_record(running, [905], i) for i in range(600)))
+        puppet.put(tokens_record(req_id, [905]), finish_record(req_id))
+        time.sleep(1.4)
+        status, body = await read_answer(reader)
+        assert (status, json.loads(body)["choices"][0]["text"]) == (200, " world")
+        puppet.put(finish_record(running))
+        await read_answer(other)
+
+    with_puppet(scenario, default_model, token_slots=1024)

@@ -90,6 +90,12 @@ def test_samples_show_the_boards_and_rings_of_all_processes(
     assert later["here"]["workers"][0]["state"] == "ready"
 
 
+def test_who_asks_for_its_head_alone_is_told_that_there_is_none(server: Server) -> None:
+    """A stream would follow, and never end."""
+    answer = server.request("HEAD", "/debug/stream")
+    assert (answer.status, answer.body, answer.headers["allow"]) == (405, b"", "GET")
+
+
 def test_one_listener_too_many_is_refused_and_all_others_are_served_by_one_thread(
     server: Server, listen: Callable[[], Listening]
 ) -> None:

@@ -115,6 +115,20 @@ def test_outside_the_range_is_refused_whatever_it_is_D2(value):
     assert error.param == "x" and "0" in error.message
 
 
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ((1, 2**63 - 1), "x must be 1 or more, got 0.5"),
+        ((1, 2**31 - 1), "x must be 1 to 2147483647, got 0.5"),
+        ((1e-6, 0.25), "x must be 1e-06 to 0.25, got 0.5"),
+    ],
+)
+def test_a_refusal_names_the_bounds_as_people_write_them(bounds, words):
+    with pytest.raises(ApiError) as caught:
+        fields.in_range("x", 0.5, *bounds, None)
+    assert caught.value.message == words
+
+
 def test_a_low_end_may_be_outside():
     refusal(fields.in_range, "x", 0, 0, 1, 7, above_low=True)
     assert fields.in_range("x", 0.1, 0, 1, 7, above_low=True) == 0.1

@@ -276,3 +276,28 @@ def test_parts_of_tokens_are_bounded(monkeypatch):
             assert len(parts) <= 2
         with pytest.raises(IndexError):
             parts[VOCAB]
+
+
+def test_an_error_of_a_send_that_somebody_keeps_keeps_no_part_of_the_ring():
+    """A transport keeps the error that ended it, with the frames it came through; the channel must be closed all the same."""
+
+    async def scenario():
+        async with Wired() as rings:
+            kept = []
+
+            def fail(frame):
+                try:
+                    raise BrokenPipeError("gone")
+                except BrokenPipeError as error:
+                    kept.append(error)
+                    raise
+
+            stream = await rings.stream("chat", 0, (), goes_direct=True)
+            stream.send = fail
+            stream.go_direct()
+            rings.put(record(stream.entry.req_id, 0, 0, -1.0))
+            await until(lambda: kept, "it was sent")
+            rings.link.close("it died")
+            assert rings.link.channel is None
+
+    asyncio.run(scenario())

@@ -4,12 +4,17 @@ The simulated runner says ln(1/2) for the token and the halves behind it for the
 token keeps its own, in every shape.
 """
 
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from shmserve.http.detokenizer import Pieces, TextStream
 from shmserve.http.logprobs import CompletionLogprobs, TokenLogprob, TokenTexts
+from shmserve.http.openai.choice import Extras, OpenAIChoice
+from shmserve.http.openai.formats import Envelope
+from shmserve.request import SamplingParams
 from shmserve.token_text import Decoding
 
 HALF = pytest.approx(math.log(0.5), abs=1e-6)
@@ -144,8 +149,15 @@ def test_token_ids_come_on_request_in_every_way(asker, seed_of):
     assert first["prompt_token_ids"] == [19556, 905]
     ids = [i for chunk in objects for i in chunk["choices"][0].get("token_ids", [])]
     assert ids == [2767, 2]
-    plain = chat(asker, **fields)["choices"][0]
+    whole = chat(asker, prompt_logprobs=0, **fields)
+    plain = whole["choices"][0]
     assert plain["token_ids"] == [2767, 2] and len(plain["prompt_token_ids"]) == 31
+    # vLLM has them beside the choices of a chat.
+    assert whole["prompt_token_ids"] == plain["prompt_token_ids"]
+    assert whole["prompt_logprobs"] == plain["prompt_logprobs"]
+    first, *later = asker.stream("/v1/chat/completions", **CHAT, **fields).objects()
+    assert first["prompt_token_ids"] == plain["prompt_token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in later)
 
 
 def test_running_usage_counts_up_to_the_whole(asker, seed_of):
@@ -196,6 +208,30 @@ def test_echo_with_logprobs_scores_the_prompt_streamed_and_plain_G3(asker, force
     assert whole == {key: plain[key] for key in whole}
     without = asker.complete(**(fields | {"echo": False}))["choices"][0]["logprobs"]
     assert without["text_offset"] == [0, 4, 8]
+
+
+def test_an_echo_waits_for_its_logprobs_where_the_200_goes_out_before_they_come():
+    """--headers-after: a long prompt is still being computed then."""
+    scores = {}
+    log = SimpleNamespace(
+        of_prompt=lambda ids: [TokenLogprob(i, scores.get(i)) for i in ids],
+        take=lambda count: [TokenLogprob(2, -0.5)] * count,
+    )
+    entry = SimpleNamespace(logprobs=log, has_tokens=False, is_over=False, token_ids=[])
+    pieces = Pieces([b"a", b"b", b"c"], frozenset())
+    extras = Extras(texts=TokenTexts(pieces, pieces), echo="ab", echo_ids=(0, 1))
+    params = SamplingParams(max_tokens=2, num_logprobs=0, prompt_logprobs=0)
+    choice = OpenAIChoice(Envelope("completion", "id", "m", 1), 0, params, [], extras).attach(entry)
+    assert choice.opening() == b"" and choice.way is None
+    scores[1] = -0.25
+    entry.has_tokens = True
+    echo, first = (
+        json.loads(part.removeprefix("data: "))["choices"][0]
+        for part in choice.delta("c", [2]).decode().split("\n\n")[:-1]
+    )
+    assert (echo["text"], echo["logprobs"]["token_logprobs"]) == ("ab", [None, -0.25])
+    assert (first["text"], first["logprobs"]["text_offset"]) == ("c", [2])
+    assert choice.way is not None and choice.delta("c", [2]).count(b"data: ") == 1
 
 
 def test_prompt_logprobs_are_by_token_id_and_null_for_the_first(asker):

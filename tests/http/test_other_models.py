@@ -79,3 +79,13 @@ def test_a_bos_of_the_template_is_not_put_first_again_I1(templated):
     # A plain prompt gets the one that this tokenizer puts first.
     plain = prompt_ids("/v1/completions", {"prompt": "Hi"})
     assert plain[0] == BOS and plain.count(BOS) == 1 and len(plain) == 3
+
+
+def test_a_chat_gets_special_tokens_of_its_own_where_it_asks_for_them_as_tokenize_does(templated):
+    counts = []
+    for fields in ({}, {"add_special_tokens": True}):
+        told = templated.post("/tokenize", {"messages": CHAT["messages"]} | fields).json()
+        usage = templated.post("/v1/chat/completions", CHAT | fields).json()["usage"]
+        assert usage["prompt_tokens"] == told["count"]
+        counts.append(told["count"])
+    assert counts == [len("[Hi]") + 1, len("[Hi]") + 2]

@@ -232,13 +232,14 @@ def test_a_finish_that_cannot_be_is_an_end_all_the_same():
     async def scenario():
         async with Wired() as rings:
             for changes in ({"finish": 99}, {"cached_tokens": 5}, {"matched_stop": -7}, {"finish": 1},
-                            {"stamps": (0, 0, 2**63, 0, 0)}):  # fmt: skip
+                            {"stamps": (0, 0, 2**63, 0, 0)}, {"time_ns": 2**64 - 1}):  # fmt: skip
                 entry = await rings.entry("plain")
-                rings.put(pack_finish(TokenKind.FINISH, entry.req_id, time_ns=1, step=1, **changes))
+                changes = {"time_ns": 1} | changes
+                rings.put(pack_finish(TokenKind.FINISH, entry.req_id, step=1, **changes))
                 await rings.quiet()
                 assert entry.error.status == 500, changes
             assert not rings.client.in_flight
-            assert rings.board["num_bad_records"] == 5
+            assert rings.board["num_bad_records"] == 6
 
     asyncio.run(scenario())
 
@@ -270,6 +271,31 @@ def test_a_fault_of_our_own_ends_the_channel_and_every_stream_on_it():
             await until(lambda: rings.link.channel is None, "the channel is given up")
             assert [entry.error.status for entry in entries] == [503, 503]
             assert "a fault of ours" in entries[1].error.message and rings.complaints == []
+
+    asyncio.run(scenario())
+
+
+def test_a_fault_of_our_own_costs_the_times_of_its_channel_and_not_those_of_the_next():
+    """What the turn that broke off had written was noted; all that came behind it would be told wrong, or not at all."""
+
+    async def scenario():
+        async with Wired() as rings:
+            entries = [await rings.entry("direct") for _ in range(3)]
+            note_turn = rings.client.times.note_turn
+
+            def fail(*_: object) -> None:
+                raise ZeroDivisionError("a fault of ours")
+
+            rings.client.times.note_turn = fail
+            rings.put(*(tokens_record(entry.req_id, [1]) for entry in entries))
+            await until(lambda: rings.link.channel is None, "the channel is given up")
+            rings.client.times.note_turn = note_turn
+            rings.connect()
+            entries = [await rings.entry("direct") for _ in range(2)]
+            rings.put(*(tokens_record(entry.req_id, [1]) for entry in entries))
+            await rings.quiet()
+            rings.link.fold_times()
+            assert rings.board.histograms["hop_write_us"].cells()[-2] == 2
 
     asyncio.run(scenario())
 

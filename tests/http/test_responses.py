@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from shmserve.http.openai.responses import ResponsesRequest, chat_request
+
 TOOL = {
     "type": "function",
     "name": "get_weather",
@@ -105,6 +107,41 @@ def test_conversation_with_calls_reaches_the_prompt(asker):
     ]
     told = plain(asker, input=items, tools=[TOOL], max_output_tokens=2, ignore_eos=True)
     assert told["usage"]["input_tokens"] > 80
+
+
+def test_text_and_calls_of_one_turn_are_one_message():
+    """As chat completions tell them: templates want user and assistant to take turns."""
+    items = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Look."}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    ]  # fmt: skip
+    _, said, result, again = chat_request(ResponsesRequest(input=items)).messages
+    assert said["content"] == "Look." and [c["id"] for c in said["tool_calls"]] == ["a", "b"]
+    assert result["role"] == "tool" and [c["id"] for c in again["tool_calls"]] == ["c"]
+
+
+def test_what_was_thought_stands_in_the_message_that_it_led_to():
+    def thought(text):
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}  # fmt: skip
+
+    items = [
+        {"role": "user", "content": "Weather?"},
+        thought("Look it up."),
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        thought("Easy."),
+        {"role": "assistant", "content": [{"type": "output_text", "text": "One."}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"role": "user", "content": "So?"},
+    ]
+    _, call, _, said, last = chat_request(ResponsesRequest(input=items)).messages
+    assert call["reasoning_content"] == "Look it up." and call["tool_calls"][0]["id"] == "a"
+    assert (said["reasoning_content"], said["content"]) == ("Easy.", "One.")
+    assert last["role"] == "user"
 
 
 def test_schema_holds(asker):

@@ -306,6 +306,15 @@ def test_a_client_that_asks_first_is_told_to_go_on_and_is_answered(guarded, wire
     assert polite.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
+def test_an_http_1_0_client_gets_its_answer_and_nothing_before_it(guarded, wire):
+    """It would take a 100 for the answer."""
+    old, body = wire(guarded), json.dumps(COMPLETION).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\nx-api-key: {KEY}\r\n"
+    old.sock.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+    old.sock.sendall(body)
+    assert old.read_all().startswith(b"HTTP/1.0 200 ")
+
+
 def test_foreign_pages_are_refused_and_one_is_allowed(guarded):
     foreign = guarded.request(
         "GET", "/v1/models", None, BEARER | {"Origin": "https://evil.example"}

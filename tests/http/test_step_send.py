@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from puppet import Rings, finish_record, started_record, tokens_record, until
 from shmserve.config import RingConfig
 from shmserve.http.detokenizer import ClearPieces
 from shmserve.http.direct import direct_path
+from shmserve.http.interval_log import IntervalLog
 from shmserve.http.logprob_send import LogprobPath
 from shmserve.http.pump import RECORDS_PER_TURN
 from shmserve.http.step_send import FEWEST_SENDS, StepSender
@@ -258,3 +260,27 @@ def test_an_io_uring_that_fails_is_said_once_and_tokens_go_one_by_one(caplog):
 
 def test_a_turn_of_the_pump_fits_in_one_call():
     assert RECORDS_PER_TURN <= MOST_SENDS
+
+
+def test_the_time_between_tokens_is_noted_for_the_stream_that_it_is_of():
+    """Some go together and the others one by one behind them: not in the order of the ring."""
+
+    async def main():
+        async with Streams(SendRing()) as streams:
+            for i in range(NUM_STREAMS):
+                await streams.add(may_go_together=i % 8 != 5)
+            times, table = streams.client.times, streams.client.table
+            times.intervals = IntervalLog(table.size)
+            rows, now_ns = [], time.monotonic_ns()
+            for i, entry in enumerate(streams.entries):
+                rows.append(times.intervals.take_row())
+                times.intervals.row_of_place[entry.place] = rows[i]
+                entry.last_written_ns = now_ns - (12_000_000_000 if i % 8 == 5 else 1_000_000_000)
+            streams.put(*(tokens_record(x.req_id, [1]) for x in streams.entries))
+            await streams.settle()
+            times.fold()
+            medians = [times.intervals.quantiles_ms(row, (0.5,)) for row in rows]
+            late = [i for i, median in enumerate(medians) if median[0] > 10_000]
+            assert late == list(range(5, NUM_STREAMS, 8))
+
+    asyncio.run(main())

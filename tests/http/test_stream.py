@@ -1,6 +1,7 @@
 """One SSE response behind a real socket, its records put in by hand: errors after the 200, silence."""
 
 import asyncio
+import errno
 import gc
 import json
 
@@ -252,5 +253,33 @@ def test_a_pump_that_merges_tokens_of_a_stream_with_held_text_keeps_their_order(
 def test_the_runner_cancels_handlers_of_clients_that_leave(default_model):
     async def scenario(puppet):
         assert puppet._runner.server.handler_cancellation is True
+
+    run(scenario, default_model)
+
+
+def test_a_frame_that_the_kernel_has_no_memory_for_ends_the_connection_and_leaves_no_hole(
+    default_model,
+):
+    async def scenario(puppet):
+        reader, _ = await puppet.ask(stream=True)
+        req_id = (await puppet.submitted()).req_id
+        puppet.put(tokens_record(req_id, [WORLD]))
+        await reader.readuntil(b" world")
+        entry = puppet.client.in_flight[req_id]
+        lines, fixed, front, back, pieces, _, spill, _ = entry.direct
+
+        def fail(frame):
+            raise OSError(errno.ENOBUFS, "no memory")
+
+        entry.direct = (lines, fixed, front, back, pieces, fail, spill, None)
+        puppet.put(*(tokens_record(req_id, [WORLD], 1 + i) for i in range(3)))
+        with pytest.raises(ConnectionResetError):
+            while rest := await reader.read(4096):
+                assert b" world" not in rest
+            raise ConnectionResetError  # an end without a last chunk is one, too
+        taken = await until(puppet.take, "an ABORT")
+        assert [(kind, each) for kind, each, _ in taken] == [(SubmitKind.ABORT, req_id)]
+        puppet.put(finish_record(req_id, FinishReason.ABORT))
+        await until(lambda: not puppet.client.in_flight, "FINISH")
 
     run(scenario, default_model)

@@ -59,6 +59,7 @@ def test_sglangs_fields_hold_in_every_endpoint(asker, path, fields):
         {"structured_outputs": {"json": SCHEMA}},
         {"guided_json": SCHEMA},
         {"guided_json": json.dumps(SCHEMA)},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},  # llama.cpp's
     ],
 )  # fmt: skip
 def test_every_way_to_give_a_schema_means_the_same(asker, fields):
@@ -115,8 +116,31 @@ def test_what_cannot_be_honoured_is_refused_before_any_byte(asker, fields, param
 
 
 def test_formats_that_ask_for_nothing_are_plain(asker, force):
-    fields = {"response_format": {"type": "text"}, "max_tokens": 2, **force(2767)}
-    assert text_of(asker, "/v1/chat/completions", **fields)[0] == " dog dog"
+    for form in ({"type": "text"}, {"type": "text", "json_schema": None}):
+        fields = {"response_format": form, "max_tokens": 2, **force(2767)}
+        assert text_of(asker, "/v1/chat/completions", **fields)[0] == " dog dog"
+
+
+def test_llama_cpps_grammar_holds(asker):
+    text, finish = text_of(asker, "/v1/chat/completions", grammar='root ::= "x" [0-9] "y"')
+    assert text[0] == "x" and text[2:] == "y" and finish == "stop"
+
+
+def test_a_grammar_that_is_too_long_is_refused_before_it_is_translated(asker, monkeypatch):
+    from llguidance import gbnf_to_lark
+
+    from shmserve import grammar
+
+    monkeypatch.setattr(gbnf_to_lark, "gbnf_to_lark", None)
+    with pytest.raises(grammar.GrammarError, match="at most"):
+        grammar.from_ebnf("root ::= " + '"x" ' * grammar.MOST_GRAMMAR_BYTES)
+
+
+@pytest.mark.parametrize("name", ["json_schema", "structural_tag"])
+def test_a_schema_in_a_string_that_nests_too_deeply_is_refused_D5(asker, name):
+    nest = "[" * 20_000 + "]" * 20_000
+    answer = asker.post("/v1/chat/completions", CHAT | {name: nest})
+    assert answer.status == 400 and answer.error()["param"] == name
 
 
 def test_client_that_leaves_while_its_grammar_compiles_leaves_nothing(asker):

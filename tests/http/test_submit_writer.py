@@ -6,6 +6,7 @@ import pytest
 from puppet import SMALL_RINGS, Rings, until
 
 from shmserve.config import RingConfig
+from shmserve.http.endings import ending_of
 from shmserve.http.errors import ApiError
 from shmserve.rings.observe import RingView, rings_of
 from shmserve.wire.submit_slots import SubmitKind
@@ -202,5 +203,55 @@ def test_a_resume_does_not_replace_an_abort_that_still_waits():
             taken = rings.take()
             await until(lambda: not rings.link.writer.is_starved, "it is written")
             assert [kind for kind, *_ in taken + rings.take()][4:] == [SubmitKind.ABORT]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_submit_that_an_abort_of_another_took_along_counts_as_written(is_aborted):
+    """Under coalesce: the credits came, and before the loop looked at them an ABORT was written, with all that waited before it."""
+
+    async def scenario():
+        config = RingConfig(token_slots=64, submit_slots=4, submit_policy="coalesce")
+        async with Rings(config) as rings:
+            entries = await rings.fill()
+            waiting = await rings.submit()
+            assert not waiting.is_submitted
+            taken = rings.take(3)
+            rings.client.abort(entries[0])
+            assert waiting.is_submitted and not rings.link.writer.is_starved
+            if is_aborted:
+                rings.client.abort(waiting)
+            taken += rings.take()
+            assert [req_id for _, req_id, _ in taken[4:6]] == [waiting.req_id, entries[0].req_id]
+            assert [req_id for _, req_id, _ in taken[6:]] == [waiting.req_id] * is_aborted
+            rings.link.close("it died")
+            ended = "abort" if is_aborted else "error"
+            assert ending_of(waiting) == ended
+
+    asyncio.run(scenario())
+
+
+def test_a_submit_that_waits_outside_is_not_lost_for_a_pause_or_somebody_elses_abort():
+    """A choice of a stream whose first ones have filled its client's buffers, before the ring has had room for it."""
+
+    async def scenario():
+        config = RingConfig(token_slots=64, submit_slots=4, submit_policy="coalesce")
+        async with Rings(config) as rings:
+            await rings.fill()
+            paused, ended = await rings.submit(), await rings.submit()
+            assert not rings.client.set_paused(paused, True)
+            rings.client.end(ended)
+            assert ended.error.code == "aborted" and ended.req_id not in rings.client.in_flight
+            taken = rings.take()
+            await until(lambda: paused.is_submitted, "it is written")
+            taken += rings.take()
+            assert [kind for kind, *_ in taken] == [SubmitKind.SUBMIT] * 5
+            assert taken[-1][1] == paused.req_id
+            rings.client.end(paused)
+            assert [(kind, req_id) for kind, req_id, _ in rings.take()] == [
+                (SubmitKind.ABORT, paused.req_id)
+            ]
+            assert not paused.is_over
 
     asyncio.run(scenario())

@@ -80,6 +80,18 @@ def test_loop_controls_json_and_time_are_there_as_in_transformers():
     assert render("{{ strftime_now('%Y') }}").isdigit()
 
 
+def test_what_marks_the_assistants_words_for_training_stands_for_them():
+    block = "{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}"
+    source = "{% for m in messages %}" + block + "{{ x is defined }}{% endfor %}"
+    assert render(source) == "HiFalse"
+    assert render("{%- generation -%} {{ messages[0].content }} {%- endgeneration -%}") == "Hi"
+
+
+def test_tools_and_documents_are_none_where_there_are_none_as_in_transformers():
+    assert render("{{ tools is none }}{{ documents is none }}") == "TrueTrue"
+    assert render("{{ tools }}", kwargs={"tools": [1]}) == "[1]"
+
+
 def continued(source, content, role="assistant"):
     messages = [{"role": "user", "content": "Q"}, {"role": role, "content": content}]
     return continued_prompt(ChatTemplate(source, {}), messages, {})

@@ -3,6 +3,7 @@
 The certificates in tls/ are for these tests alone: self-signed, for localhost and 127.0.0.1, valid for a hundred years.
 """
 
+import asyncio
 import http.client
 import json
 import os
@@ -13,10 +14,18 @@ import time
 from pathlib import Path
 
 import pytest
+from puppet import Puppet, finish_record, tokens_record
+from puppet import until as turns_until
 from serving import Server, until
+from stuck import RINGS, WORLD
 
 from shmserve.config import ConfigError, HttpConfig
+from shmserve.http import listener
+from shmserve.http.connection import Connection
+from shmserve.http.slow_client import SlowClientRules, SlowClients
+from shmserve.request import FinishReason
 from shmserve.tls import server_context
+from shmserve.wire.submit_slots import SubmitKind
 
 TLS = Path(__file__).with_name("tls")
 CERT, KEY = str(TLS / "server.pem"), str(TLS / "server.key")
@@ -146,6 +155,19 @@ def test_streams_and_plain_answers_are_the_same_over_tls(encrypted):
     assert len(events) > 150, "token by token, not all at the end"
 
 
+def test_one_connection_serves_stream_after_stream_whatever_their_lengths(encrypted):
+    """asyncio's TLS calls a buffer full that is as large as its limit: with one of 0, every second stream waited to be drained, and the
+    request behind it was taken for one that came too early."""
+    connection = encrypted.connect()
+    for count in (4, 5, 6, 7):
+        body = {"prompt": "Hi", "stream": True, "max_tokens": count, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        assert response.status == 200
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+
+
 class Tapped:
     """A TLS client that keeps what came over the wire before it was decrypted."""
 
@@ -258,3 +280,127 @@ def test_a_client_without_the_wanted_certificate_is_not_served(default_model, tm
         assert server.get("/v1/models").status == 200
     finally:
         server.stop()
+
+
+# --- the moments of an end, with a front end in this process
+
+
+def with_tls(scenario, model, **http):
+    """Run scenario(puppet) behind a front end that speaks TLS; the loop may have no complaint."""
+
+    async def whole():
+        complaints = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: complaints.append(context)
+        )
+        config = HttpConfig(ssl_certfile=CERT, ssl_keyfile=KEY, **http)
+        async with Puppet(model, config, RINGS) as puppet, asyncio.timeout(40):
+            await scenario(puppet)
+        assert complaints == []
+
+    asyncio.run(whole())
+
+
+async def ask_over_tls(puppet, path="/v1/completions", head="", **fields):
+    """Send a request; (reader, writer) of its connection, whose kernel takes little."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", puppet.port))
+    context = ssl.create_default_context(cafile=CERT)
+    reader, writer = await asyncio.open_connection(
+        sock=sock, ssl=context, server_hostname="127.0.0.1", limit=4096
+    )
+    body = json.dumps({"prompt": "Hi"} | fields)
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    return reader, writer
+
+
+def test_a_client_that_leaves_in_the_turn_of_its_token_ends_nobody_elses_stream(
+    default_model, monkeypatch
+):
+    """asyncio's TLS transport fails whoever writes to it between its end and that of the handler."""
+
+    async def scenario(puppet):
+        _, writer = await ask_over_tls(puppet, stream=True)
+        req_id = (await puppet.submitted()).req_id
+        puppet.put(tokens_record(req_id, [WORLD]))
+        entry = puppet.client.in_flight[req_id]
+        await turns_until(lambda: entry.direct is not None, "the pump writes by itself")
+        connection_lost = Connection.connection_lost
+
+        def lost(self, exc):
+            connection_lost(self, exc)
+            puppet.put(tokens_record(req_id, [WORLD], 1))
+            puppet.link.pump._on_readable()  # as the loop would, in the same turn
+
+        monkeypatch.setattr(Connection, "connection_lost", lost)
+        writer.transport.abort()
+        taken = await turns_until(puppet.take, "an ABORT")
+        assert [(kind, each) for kind, each, _ in taken] == [(SubmitKind.ABORT, req_id)]
+        puppet.put(finish_record(req_id, FinishReason.ABORT))
+        await turns_until(lambda: not puppet.client.in_flight, "FINISH")
+        assert puppet.link.channel is not None and puppet.link.state == "ready"
+
+    with_tls(scenario, default_model)
+
+
+def test_a_client_that_has_gone_does_not_blind_the_look_at_the_others(board):
+    """asyncio's TLS transport cannot be asked any more then, not even whether it is closed."""
+
+    async def whole():
+        loop = asyncio.get_running_loop()
+        complaints = []
+        loop.set_exception_handler(lambda loop, context: complaints.append(context))
+        made = loop.create_future()
+
+        class Answering(asyncio.Protocol):
+            def connection_made(self, transport):
+                made.set_result(transport)
+
+            def connection_lost(self, exc):
+                made.result().close()  # as aiohttp does
+
+        context = server_context(HttpConfig(ssl_certfile=CERT, ssl_keyfile=KEY))
+        server = await loop.create_server(Answering, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=TlsServer.context(), server_hostname="127.0.0.1"
+        )
+        transport = await made
+        writer.transport.pause_reading()
+        while not transport.get_write_buffer_size():
+            transport.write(bytes(1 << 16))
+            await asyncio.sleep(0)
+        clients = SlowClients(board)
+        rules = SlowClientRules("coalesce", 65_536, 2.0)
+        clients.watch_answer(transport, rules, "a test")
+        assert board["clients_congested"] == 1
+        writer.transport.abort()
+        await turns_until(lambda: not board["clients_congested"], "it is forgotten")
+        clients.watch_answer(transport, rules, "a test")
+        assert board["clients_congested"] == board["num_slow_clients"] == 0
+        assert complaints == []
+        server.close()
+
+    asyncio.run(whole())
+
+
+def test_an_answer_that_is_read_slowly_is_whole_though_we_close(default_model, monkeypatch):
+    """The time for the client's farewell begins before it has read what it asked for."""
+    monkeypatch.setattr(listener, "CLOSE_NOTIFY_S", 0.2)
+
+    async def scenario(puppet):
+        reader, writer = await ask_over_tls(
+            puppet, "/tokenize", "Connection: close\r\n", prompt="Hi " * 300_000
+        )
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        assert size > 1_000_000
+        await asyncio.sleep(1.0)
+        assert len(await reader.readexactly(size)) == size
+        writer.close()
+
+    with_tls(scenario, default_model)

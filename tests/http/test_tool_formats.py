@@ -1,5 +1,6 @@
 """Tool calls and reasoning come out of the text the same, however the text is cut; what is no call stays text."""
 
+import ast
 import itertools
 import json
 
@@ -165,6 +166,34 @@ def test_text_behind_a_call_is_text_to_the_last_character(name, behind, places):
         )
     )
     assert told(got) == [("add", {"a": 1})] and got["content"] == behind.rstrip()
+
+
+@given(places=cuts)
+@pytest.mark.parametrize("value", ["b'x'", "{1}", "...", "1e999", "1j", "{(1, 2): 3}"])
+def test_a_python_value_that_json_has_not_makes_no_call_and_no_failure(places, value):
+    text = f"[add(a={value})]"
+    got = message("pythonic", text, places)
+    assert "tool_calls" not in got and got["content"] == text
+
+
+def test_half_a_surrogate_pair_is_no_failure():
+    """Python's own spelling of an emoji as JSON does it is two halves; half of one in JSON is no text."""
+    got = message("pythonic", r"[add(a='\ud83d\ude00')]")
+    assert told(got) == [("add", {"a": "\N{GRINNING FACE}"})]
+    got = message("hermes", r'<tool_call>{"name": "add", "arguments": "\ud83d"}</tool_call>')
+    assert got["tool_calls"][0]["function"]["arguments"] == "?"
+
+
+def test_a_list_that_is_no_list_of_calls_is_parsed_once_however_many_brackets_it_has(monkeypatch):
+    """At every bracket anew it stopped the event loop for minutes."""
+    parsed = []
+    real = ast.parse
+    monkeypatch.setattr(ast, "parse", lambda *a, **k: parsed.append(a) or real(*a, **k))
+    text = "[" + "[1, ']'], " * 300
+    got = message("pythonic", text, range(len(text)))
+    assert got["content"] == text and len(parsed) == 1
+    got = message("pythonic", text + "]. So much", range(2 * len(text)))
+    assert got["content"] == text + "]. So much" and len(parsed) == 2
 
 
 # -- reasoning ------------------------------------------------------------------------------------------------------------

@@ -183,6 +183,34 @@ def test_forced_grammar_takes_the_formats_own_call_only(default_model, template,
     assert LLMatcher(tokenizer, text).try_consume_tokens(tokenizer.tokenize_str("Hello")) == 0
 
 
+@pytest.mark.parametrize("parameters", [{}, {"properties": {"a": {"type": "integer"}}}])
+def test_a_forced_calls_arguments_are_an_object_though_the_schema_does_not_say_so(
+    default_model, parameters
+):
+    from llguidance import LLMatcher
+
+    from shmserve import grammar
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    use = tool_use([tool], "required", None, "<tool_call>", {}.get)
+    tokenizer = grammar.tokenizer_of(default_model)
+    text = grammar.from_lark(use.grammar[1])
+    for arguments, is_taken in (('{"a": 1}', True), ("{}", True), ("5", False), ('"x"', False)):
+        call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        ids = tokenizer.tokenize_str(call)
+        assert (LLMatcher(tokenizer, text).try_consume_tokens(ids) == len(ids)) == is_taken
+
+
+def test_a_forced_schema_may_speak_of_grammars(asker):
+    """A "::=" in a description made the call's own grammar one of another kind."""
+    function = WEATHER["function"] | {"description": "x"}
+    properties = {"city": {"type": "string", "description": "expr ::= term"}}
+    function["parameters"] = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": function}
+    choice = plain(asker, tools=[tool], tool_choice="required", max_tokens=100, seed=1)
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
 def test_special_token_that_opens_calls_is_named_by_its_id():
     use = tool_use([WEATHER], "required", False, "[TOOL_CALLS]", {"[TOOL_CALLS]": 5}.get)
     assert use.grammar[1].startswith('start: <[5]> "[" call "]"')

@@ -1,10 +1,16 @@
-"""Small things that wake tasks: Signal and Turnstile."""
+"""Small things that wake tasks: Signal and Turnstile; and who gives others a turn."""
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
+
+from shmserve.http.deadlines import ARRIVAL
+from shmserve.http.generation import PER_TURN, Generation, Wanted
 from shmserve.http.in_flight import Signal
 from shmserve.http.turnstile import MOST_WAIT_S, TOKENS_PER_TURN, Turnstile
+from shmserve.request import SamplingParams
 
 
 def test_a_signal_set_before_the_wait_is_not_lost():
@@ -202,5 +208,43 @@ def test_a_handler_that_is_cancelled_in_line_takes_nobodys_turn():
         tasks[2].cancel()
         await asyncio.wait(tasks)
         assert done == [0, 3] and turnstile.num_waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_of_many_sequences_gives_running_streams_a_turn_between_them():
+    """400 prompts in one body are no less of a burst than 400 requests, which go one a turn."""
+
+    async def submit(*args, **more):
+        return SimpleNamespace(finish=None, error=None, place=0)
+
+    def nothing(*args, **more):
+        return None
+
+    front = SimpleNamespace(
+        admission=SimpleNamespace(
+            enter=lambda n: SimpleNamespace(error=None), settle=nothing, close=nothing
+        ),
+        client=SimpleNamespace(submit=submit, abort=nothing),
+        config=SimpleNamespace(worker=SimpleNamespace(waiting_timeout_s=0)),
+        board=SimpleNamespace(histograms={}),
+        book=None,
+    )
+    many = [Wanted(np.array([1], np.int32), SamplingParams(max_tokens=1))] * (4 * PER_TURN)
+
+    async def scenario():
+        turns = 0
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        async with Generation(front, {ARRIVAL: 1}, many) as generation:
+            assert len(generation.entries) == len(many)
+        counting.cancel()
+        assert turns >= 4
 
     asyncio.run(scenario())

@@ -26,6 +26,23 @@ def test_deeply_nested_json_is_refused_or_ignored_D5(asker, depth):
     assert answer.status in (200, 400)
 
 
+def test_json_that_can_just_be_decoded_and_is_walked_over_is_refused_or_taken_D5(asker):
+    for depth in range(940, 1000, 3):
+        nest = '{"a":' * depth + "1" + "}" * depth
+        tool = (
+            '{"type":"function","name":"f","parameters":@,"function":{"name":"f","parameters":@}}'
+        )
+        call = '[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":@}}]}]'
+        for path, text in (
+            ("/v1/chat/completions", '{"messages":[{"role":"user","content":"Hi"}],"tools":[' + tool + "]}"),
+            ("/v1/chat/completions", '{"messages":' + call + "}"),
+            ("/v1/responses", '{"input":"Hi","metadata":@,"tools":[' + tool + "]}"),
+        ):  # fmt: skip
+            body = text[:-1].replace("@", nest) + ',"max_tokens":1,"max_output_tokens":1}'
+            answer = asker.post(path, body.encode())
+            assert answer.status in (200, 400), (depth, answer.body)
+
+
 def test_a_body_larger_than_a_megabyte_is_read_D6(asker):
     body = CHAT | {"messages": [{"role": "user", "content": "long " * 300_000}]}
     error = refused(asker, "/v1/chat/completions", body)

@@ -96,3 +96,41 @@ def test_an_abort_in_the_moment_of_the_workers_death_leaves_no_reader_behind():
             assert not asyncio.get_running_loop().remove_reader(credits_fd)
 
     asyncio.run(scenario())
+
+
+def test_a_fault_of_ours_at_the_workers_death_leaves_nobody_waiting(caplog):
+    """What it had announced could not be read: who waits for it is told, and the next life is served."""
+
+    async def scenario():
+        async with Rings() as rings:
+            entry = await rings.submit()
+            rings.put(tokens_record(entry.req_id, [1]))
+
+            def fault(most):
+                raise ValueError("made for this test")
+
+            rings.link.pump._take = fault
+            rings.link.close("it died")
+            assert (entry.error.status, entry.error.code) == (503, "worker_died")
+            assert rings.link.channel is None and not rings.client.in_flight
+            rings.connect()
+            await rings.submit()
+            assert len(rings.take()) == 1
+
+    asyncio.run(scenario())
+    assert "could not be read to its end" in caplog.text
+
+
+def test_a_channel_that_is_broken_off_does_not_take_the_next_one_with_it():
+    """Its worker is replaced in the same turn of the loop."""
+
+    async def scenario():
+        async with Rings() as rings:
+            rings.link.break_off("it lies")
+            rings.link.close("it was replaced")
+            rings.connect()
+            await asyncio.sleep(0.01)
+            assert rings.link.is_serving
+            await rings.submit()
+
+    asyncio.run(scenario())

@@ -188,6 +188,7 @@ def start(
         pass_fds: Sequence[int] = (),
         strange: str = "",
         restarts: Mapping[str, float] | None = None,
+        interpreter: str = "",
     ) -> Server:
         name = name or f"test-{os.getpid()}-{len(servers)}"
         rings = {"token_slots": 64, "submit_slots": 16}
@@ -199,6 +200,7 @@ def start(
             "external": external,
             "strange": strange,
             "restarts": dict(restarts or {}),
+            "interpreter": interpreter,
         }
         argv = [*wrapper, sys.executable, DRIVER, json.dumps(options)]
         servers.append(Server(argv, environ | dict(extra_environ or {}), name, pass_fds))

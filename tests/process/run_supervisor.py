@@ -1,7 +1,8 @@
 """Runs a real Supervisor over fake children, or over the real front end and a strange worker: for tests, as a process of its own.
 
 run_supervisor.py JSON       {"config": {...}, "modes": {"http": "", "worker": ""}, "prepare_s": 0, "external": [],
-                              "strange": folder of strange_worker.py, or "", "restarts": {name in RestartPolicy: value}}
+                              "strange": folder of strange_worker.py, or "", "restarts": {name in RestartPolicy: value},
+                              "interpreter": what runs fake children, or ""}
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> int:
         if strange:
             return [sys.executable, STRANGE_WORKER, strange, "--control", control]
         return [
-            sys.executable,
+            options.get("interpreter") or sys.executable,
             FAKE_CHILD,
             role,
             options["modes"].get(role, ""),

@@ -34,7 +34,7 @@ class Commands:
     def __call__(self, *args: str, code: int = 0) -> str:
         """stdout of `shmserve ARGS`; of one that should fail, its one line on stderr."""
         done = subprocess.run(
-            [sys.executable, "-m", "shmserve", *args],
+            [sys.executable, "-P", "-m", "shmserve", *args],
             env=self.environ,
             cwd=self.folder,
             capture_output=True,
@@ -78,6 +78,12 @@ def shmserve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
         "PYTHONPATH": os.getcwd(),
     }
     commands = Commands(folder, environ, f"test-{os.getpid()}")
+    for module in (
+        "queue",
+        "types",
+        "click",
+    ):  # what lies in the working directory is no part of us
+        (folder / f"{module}.py").write_text("raise SystemExit('a stranger was imported')\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

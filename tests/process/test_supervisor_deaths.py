@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,3 +197,25 @@ def test_two_front_ends_and_two_workers_are_all_pairs(start: Start, until: Any) 
     until(lambda: server.status()["state"] == "ready", "ready again")
     assert len(server.status()["channels"]) == 4
     assert len(server.segments()) == 8 + 5
+
+
+@pytest.mark.slow
+def test_a_successor_that_cannot_be_started_is_tried_again_and_the_others_serve_on(
+    start: Start, until: Any, tmp_path: Path
+) -> None:
+    """No room for a process, or for its board; or the interpreter is being replaced by an upgrade."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    server = start(interpreter=str(interpreter))
+    server.wait_ready()
+    http, worker = server.pids()
+    away = interpreter.rename(tmp_path / "away")
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: "cannot start worker 0: " in server.output(), "the failure")
+    assert server.told()["workers"]["0"]["state"] == "dead"
+    away.rename(interpreter)
+    until(lambda: server.status()["state"] == "ready", "ready again")
+    assert server.pids("http") == [http]
+    causes = server.child("worker")["causes"]
+    assert causes["signal"] == 1 and causes["failed"] >= 1

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import posix_ipc
 import pytest
 
 from shmserve.rings import layout as L
@@ -359,3 +360,70 @@ def test_full_shm_is_a_clear_refusal_and_never_a_bus_error(request, instance):
     assert refusal["left"] == []  # the submit ring, which had fitted, is gone too
     assert filled == {"filled": "ENOSPC"}
     assert written == {"written": 64, "depth": 64}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "another user's"])
+def test_what_others_put_into_shm_under_our_names_is_neither_opened_nor_removed(
+    instance, made, monkeypatch, kind, num_fds
+):
+    """Anybody may write there: a pipe would be waited for at its opening, a file that shrinks ends whoever has mapped it."""
+    name = f"/shmserve.{instance}.9.http0.board"
+    target = made()
+    if kind == "pipe":
+        os.mkfifo(path_of(name), 0o666)
+    elif kind == "link":
+        os.symlink(path_of(target.name), path_of(name))
+    else:
+        Path(path_of(name)).write_bytes(bytes(4096))
+        monkeypatch.setattr(os, "geteuid", lambda: os.stat(path_of(name)).st_uid + 1)
+    monkeypatch.setattr(time, "time", lambda: 1e12)  # older than any grace
+    num_before = num_fds()
+    try:
+        with pytest.raises(SegmentError):
+            Segment.attach_readonly(name)
+        assert sweep(name[1:]) == []
+        assert names(name[1:]) == [name]
+        assert num_fds() == num_before
+    finally:
+        os.unlink(path_of(name))
+
+
+def test_root_may_look_at_the_segments_of_others(made, monkeypatch):
+    segment = made()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    Segment.attach_readonly(segment.name).close()
+
+
+def test_a_host_without_shared_memory_says_so(monkeypatch, tmp_path):
+    def nothing(*args, **kwargs):
+        raise posix_ipc.ExistentialError("No shared memory exists with the specified name")
+
+    monkeypatch.setattr(segment_module, "SHM_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr(posix_ipc, "SharedMemory", nothing)
+    assert names("shmserve.") == sweep("shmserve.") == []
+    with pytest.raises(SegmentError, match="there is no /dev/shm") as caught:
+        Segment.create("/shmserve.x.1.0-0.tokens", 4096)
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_shared_memory_that_may_not_be_written_is_one_line(monkeypatch):
+    def denied(*args, **kwargs):
+        raise posix_ipc.PermissionsError("No permission to create this segment")
+
+    monkeypatch.setattr(posix_ipc, "SharedMemory", denied)
+    with pytest.raises(SegmentError, match="Permission denied") as caught:
+        Segment.create("/shmserve.x.1.0-0.tokens", 4096)
+    assert caught.value.errno == errno.EACCES
+
+
+def test_a_system_without_ofd_locks_says_so(made, monkeypatch):
+    """A sandbox (gVisor) that knows the lock commands of POSIX only."""
+    segment = made()
+
+    def unknown(fd, command, argument):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(segment_module.fcntl, "fcntl", unknown)
+    for ask in (try_lock, is_locked):
+        with pytest.raises(SegmentError, match="F_OFD_SETLK"):
+            ask(segment.fd, L.LOCK_OWNER)

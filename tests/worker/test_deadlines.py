@@ -153,3 +153,13 @@ def test_the_one_in_flight_is_ended_at_the_step_boundary(rig, clock):
     assert r.front.finished[2].finish == FinishReason.LENGTH
     assert r.front.tokens[1] == r.expected(1, len(r.front.tokens[1]))
     r.assert_idle()
+
+
+def test_a_deadline_that_a_front_end_cannot_have_meant_is_no_wait_that_the_kernel_refuses(rig):
+    """poll() takes an int of milliseconds: more would end the worker, and everybody's requests with it."""
+    r = rig()
+    submit(r.front, 1, deadline_ns=2**64 - 1)
+    r.step()
+    wait_ms = r.engine.wait_ms()
+    assert 0 < wait_ms < 2**31
+    r.run_dry()

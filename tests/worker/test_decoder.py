@@ -444,6 +444,25 @@ def test_gguf_metadata_that_cannot_be_computed_are_refused_by_name(write_gguf, c
     assert text.startswith(f"{path}: ") and words in text
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.1.ffn_down.bias",  # granite-code is a llama with biases everywhere
+        "blk.1.attn_output.bias",  # the first layer has none
+        "blk.0.attn_q_norm.bias",
+        "blk.3.attn_norm.weight",  # beyond the layers that there are
+        "output.bias",
+    ],
+)
+def test_a_gguf_tensor_that_would_be_ignored_is_refused_by_name(write_gguf, name):
+    tensors = gguf_tensors(random_weights(BASE), "llama")
+    vector = ((24,), "F32", bytes(4 * 24))
+    path = write_gguf(gguf_metadata("llama"), {**tensors, name: vector})
+    assert refusal(path, "gguf") == f"{path}: tensor {name}: not supported in a model of llama"
+    path = write_gguf(gguf_metadata("llama"), {**tensors, name: vector, "cls.bias": vector})
+    assert name in refusal(path, "gguf")
+
+
 def test_a_folder_without_weights_or_config_is_refused(tmp_path):
     assert "config.json: cannot be read" in refusal(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(BASE))

@@ -10,6 +10,7 @@ from shmserve.config import RingConfig
 from shmserve.rings import layout as L
 from shmserve.rings.channel import Channel, RingShape
 from shmserve.wire.finish import pack_finish, pack_message
+from shmserve.wire.logprobs import pack_prompt_logprobs
 from shmserve.wire.tokens import TOKEN_SLOT_BYTES, TOKENS_DTYPE, TokenKind, token_key
 from shmserve.worker.emitter import Emitter
 
@@ -254,3 +255,17 @@ def test_drop_ends_each_lost_request_once_and_the_others_go_on(out):
         (4, "MESSAGE"),
         (4, "FINISH"),
     ]
+
+
+def test_the_logprobs_of_a_prompt_are_held_back_too(out):
+    """Of a prompt of 100,000 tokens they are 200,000 slots, before the first token that could be counted."""
+    o = out("coalesce", slots=2, coalesce_tokens=20)
+    ids, logprobs = np.zeros((8, 21), np.int32), np.zeros((8, 21), np.float32)
+    for chunk in range(2):
+        unit = pack_prompt_logprobs(1, 1 + 8 * chunk, ids, logprobs, 0)
+        o.publish(2, units=[(1, unit)])
+    assert o.emitter.overloaded({1, 2}.__contains__) == [1]
+    while not o.emitter.is_relieved():
+        assert o.read()
+        o.emitter.flush()
+    assert o.emitter.overloaded({1, 2}.__contains__) == []

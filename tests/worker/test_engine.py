@@ -177,6 +177,16 @@ def test_a_request_that_cannot_be_served_gets_a_message_and_an_error(rig, change
     r.assert_idle()
 
 
+def test_a_grammar_that_cannot_be_followed_is_answered_though_no_step_comes(rig):
+    r = rig()
+    r.front.submit(1, grammar='start: "a"')
+    assert not r.step(), "the worker sleeps now: nothing runs"
+    r.front.read()
+    assert reasons(r.front) == {1: FinishReason.ERROR}
+    assert "grammar" in r.front.messages[1]
+    r.assert_idle()
+
+
 def test_the_largest_numbers_are_no_fault(rig):
     r = rig()
     r.front.submit(
@@ -355,6 +365,20 @@ def test_pause_stops_one_request_and_resume_lets_it_go_on(rig):
     r.run_dry()
     assert r.front.tokens[1] == r.expected(1, 6)
     assert r.board["paused"] == 0
+
+
+def test_a_sequence_that_is_paused_for_two_reasons_is_counted_once_and_one_that_compiles_too(rig):
+    r = rig()
+    r.front.submit(1, max_tokens=6)
+    r.front.submit(2, max_tokens=6)
+    r.step()
+    r.front.control(SubmitKind.PAUSE, 1)
+    r.engine._constraints._compiling.add(2)
+    r.step()
+    r.engine._pauses.backlog(1)
+    assert len(r.engine._pauses) == 2
+    r.engine._constraints._compiling.clear()
+    assert len(r.engine._pauses) == 1
 
 
 def test_a_client_that_does_not_read_cannot_keep_others_out(rig):

@@ -226,6 +226,22 @@ def test_a_prompt_that_is_scored_is_not_followed():
     assert batch.prompt_parts and loop.overlap.follow(2) is None
 
 
+def test_the_chunk_that_ends_a_prompt_is_not_followed_where_a_grammar_says_what_comes():
+    """Its mask is that of a step launched with nothing in flight: nobody has filled one for what is launched ahead."""
+    loop = Loop(True)
+    sequence = loop.add(1, [3 + i % 26 for i in range(35)], 2)
+    sequence.grammar = object()
+    num_followed = []
+    for _ in range(2):
+        loop.step()
+        num_followed.append(loop.overlap.num_followed)
+    assert num_followed == [1, 1] and loop.scheduler.columns.num_computed[sequence.row] == 32
+    assert not loop.overlap.is_flying and loop.tokens[1] == []
+    sequence.grammar = None  # from here on it would be asked
+    loop.run()
+    assert len(loop.tokens[1]) == 2
+
+
 def decoding(num_steps=2):
     """A loop with one step in flight, of two sequences."""
     loop = Loop(True)

@@ -84,6 +84,25 @@ def test_a_score_that_is_not_finite_ends_that_request_alone(rig):
     r.assert_idle()
 
 
+def test_what_a_score_that_is_not_finite_was_computed_with_is_not_found(rig):
+    r = rig(max_num_batched_tokens=6)
+    run = r.runner.run
+
+    def poisoned(batch, sampling):
+        output = run(batch, sampling)
+        scores = [replace(s, logprobs=s.logprobs * np.nan) for s in output.prompt_scores]
+        return replace(output, prompt_scores=tuple(scores))
+
+    r.runner.run = poisoned
+    r.front.submit(1, prompt_of(30), prompt_logprobs=0)
+    r.run_dry()
+    r.front.submit(2, prompt_of(30))
+    r.run_dry()
+    assert r.front.finished[1].finish == FinishReason.ERROR
+    assert r.front.finished[2].finish == FinishReason.LENGTH
+    assert r.front.finished[2].cached_tokens == 0
+
+
 def test_an_abort_under_the_forward_pass_of_a_scored_prompt_leaves_nothing(rig):
     r = rig(max_num_batched_tokens=6)
     r.front.submit(1, prompt_of(30), prompt_logprobs=3)

@@ -12,10 +12,11 @@ import torch
 from checkpoints import prepared
 from safetensors.torch import load_file, save_file
 
-from shmserve.config import Config, WorkerConfig
+from shmserve.config import Config, ModelConfig, WorkerConfig
 from shmserve.token_bytes import TokenBytes
+from shmserve.worker import runner_choice
 from shmserve.worker.models.config import ModelLoadError, UnknownArchitectureError
-from shmserve.worker.runner_choice import build_runner, kv_cache_bytes
+from shmserve.worker.runner_choice import build_runner, has_cuda, kv_cache_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,7 +38,7 @@ def saved(folder: Path, name: str) -> Path:
     return folder
 
 
-def chosen(folder: Path, runner: str, weights: Path | None = None):
+def chosen(folder: Path, runner: str, weights: Path | None = None, max_model_len=0, **changes):
     """The runner that a worker builds for the model in `folder`, whose last 3 ids have no token."""
     TokenBytes.from_list([b"x"] * 37 + [b""] * 3).save(folder / "token_bytes.bin")
     model = prepared(
@@ -49,8 +50,10 @@ def chosen(folder: Path, runner: str, weights: Path | None = None):
         bos_token_id=1,
         eos_token_ids=(2,),
     )
-    worker = WorkerConfig(runner=runner, kv_cache_bytes=4 << 20, num_threads=1, max_num_seqs=2)
-    joined = SimpleNamespace(config=replace(Config(), worker=worker))
+    limits = {"kv_cache_bytes": 4 << 20, "num_threads": 1, "max_num_seqs": 2} | changes
+    worker = WorkerConfig(runner=runner, **limits)
+    told = ModelConfig(max_model_len=max_model_len)
+    joined = SimpleNamespace(config=replace(Config(), worker=worker, model=told))
     return build_runner(joined, model, lambda what, share: None)[0]
 
 
@@ -98,8 +101,72 @@ def test_an_unknown_gguf_is_refused_with_what_is_known(tmp_path, write_gguf, toy
         chosen(tmp_path, "auto", file)
 
 
+@pytest.mark.parametrize("runner", ["torch", "hf"])
+def test_a_context_that_the_kv_cache_does_not_hold_is_cut_to_what_it_holds(
+    tmp_path, caplog, runner
+):
+    """Llama 3.2's 131,072 tokens are 4 GiB: by default, a start must not fail for that. What the operator names must be had."""
+    folder = saved(tmp_path, "Llama")
+    room = {"kv_cache_bytes": 4 * 16 * 2 * 2 * 2 * 16 * 4}  # 4 blocks; the first is padding
+    built = chosen(folder, runner, **room)
+    assert built.info.max_model_len == 48
+    built.close()
+    (said,) = [text for text in caplog.messages if "context" in text]
+    assert (
+        "may have 48 tokens, of the 64 of the model's context" in said
+        and "--kv-cache-bytes" in said
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"holds 48 tokens, but one sequence of 64 .*--max-model-len"
+    ):
+        chosen(folder, runner, max_model_len=64, **room)
+    with pytest.raises(ModelLoadError, match="one sequence of 64 "):
+        chosen(folder, runner, chunked_prefill=False, **room)
+    caplog.clear()
+    chosen(folder, runner, max_model_len=40, **room).close()
+    chosen(folder, runner).close()
+    assert not [text for text in caplog.messages if "context" in text]
+
+
 def test_the_kv_cache_takes_a_fraction_of_the_free_memory():
     default, half = kv_cache_bytes(0.0), kv_cache_bytes(0.5)
     assert 0 < default <= 1 << 30
     quarter = kv_cache_bytes(0.25)
     assert quarter < half < 3 * quarter  # others take and give memory meanwhile
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What torch says of one beside its driver: whether it sees it, and its capability."""
+
+    def make(is_seen: bool, capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setattr(runner_choice, "has_driver", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_seen)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    return make
+
+
+def test_a_gpu_that_the_kernels_run_on_is_taken(gpu, caplog):
+    gpu(is_seen=True, capability=(8, 0))
+    assert has_cuda() and not caplog.messages
+
+
+def test_auto_computes_on_the_cpu_beside_a_gpu_that_is_too_old_and_says_so(tmp_path, gpu, caplog):
+    gpu(is_seen=True, capability=(7, 5))
+    built = chosen(saved(tmp_path, "Llama"), "auto")
+    assert built.info.name.startswith(("cpu-", "torch-"))
+    built.close()
+    said = "the CPU computes: the GPU has compute capability 7.5, the kernels need 8.0"
+    assert said in caplog.messages
+
+
+@pytest.mark.parametrize(("told", "level"), [("0", "WARNING"), ("", "INFO")])
+def test_a_gpu_that_torch_does_not_see_is_no_secret(gpu, caplog, monkeypatch, told, level):
+    """The driver is older than torch's CUDA, or torch is a CPU build; who hides the GPU knows it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    caplog.set_level("INFO")
+    gpu(is_seen=False)
+    assert not has_cuda()
+    (record,) = caplog.records
+    assert record.levelname == level and "sees no CUDA device" in record.message

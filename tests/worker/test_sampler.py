@@ -1,5 +1,7 @@
 """The sampler: its random stream, its order of steps, its distributions, its independence of the batch."""
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 import torch
@@ -208,6 +210,17 @@ def test_a_row_with_nothing_left_fails_alone():
     state = state_of(banned_all, banned=tuple(range(10)))
     out = run(np.zeros((1, 10)), state)
     assert out.failed == (0,)
+
+
+def test_a_grammar_knows_more_ids_than_the_runner_where_the_vocabulary_is_padded():
+    """Its mask has a word for ids that only pad the model's matrices, which nobody samples and nobody may allow."""
+    state = SamplingState(1, 60)
+    state.set(0, params(temperature=0.0, allowed_token_ids=(5, 40, 41)), (), 0)
+    coming: Future[dict[int, np.ndarray]] = Future()
+    coming.set_result({0: np.array([0, 1 << 9 | 1 << 20, -1, -1], np.int32)})
+    state.expect_masks(coming)
+    row = np.arange(60, dtype=np.float32)[None]
+    assert sample(torch.from_numpy(row), np.zeros(1, np.int32), state).token_ids.tolist() == [41]
 
 
 # --- failures

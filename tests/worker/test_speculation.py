@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shmserve.boards import Phase
 from shmserve.request import FinishReason, SamplingParams
 from shmserve.wire.submit_slots import SubmitKind
+from shmserve.worker import speculation
 from shmserve.worker.batch import StepOutput
 from shmserve.worker.ngram import NgramIndex
 from shmserve.worker.runner import RunnerInfo
@@ -400,6 +401,37 @@ def test_what_was_learnt_survives_a_preemption():
     batch = bench.schedule()
     assert guesser.num_tokens == bench.scheduler.columns.num_tokens[sequence.row]
     assert batch.num_drafts.tolist() == [6]
+
+
+def test_a_long_prompt_is_learnt_in_parts_of_one_sequence_a_step(monkeypatch):
+    monkeypatch.setattr(speculation, "LEARNT_AT_ONCE", 8)
+    bench = Bench(2)
+    learnt, drafts = [], []
+    for _ in range(6):
+        batch = bench.step()
+        learnt.append([sequence.guesser.num_tokens for sequence in bench.sequences])
+        drafts.append(None if batch.num_drafts is None else batch.num_drafts.tolist())
+    assert learnt[:3] == [[8, 0], [16, 0], [18, 8]]
+    assert drafts[:3] == [None, None, [3, 0]]
+    assert any(num_drafts[1] for num_drafts in drafts[3:]), "the second follows"
+
+
+def test_a_guess_is_judged_by_its_own_step_though_a_preemption_follows():
+    """The token that comes of computing it all again was no guess."""
+    bench = Bench(1)
+    (sequence,) = bench.sequences
+    scheduler, row = bench.scheduler, sequence.row
+    batch = bench.schedule()
+    assert batch.num_drafts.tolist() == [3]
+    scheduler.advance(batch, 1)
+    scheduler.columns.token_ids[row, scheduler.columns.num_tokens[row]] = 99  # not what was guessed
+    scheduler.columns.num_tokens[row] += 1
+    scheduler._preempt(sequence)
+    while sequence.row < 0 or sequence.is_prefilling:
+        bench.step()
+    bench.schedule()
+    guesser = sequence.guesser
+    assert (guesser.num_verified, guesser.num_drafts, guesser.num_accepted) == (1, 3, 0)
 
 
 def test_rejected_guesses_leave_nothing_to_be_found():

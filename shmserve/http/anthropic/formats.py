@@ -6,7 +6,6 @@ Front end only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -228,7 +227,9 @@ class MessageChoice:
     def _stop(self) -> tuple[str, str | None]:
         word, finish = finish_word(self._entry), self._entry.finish
         assert finish is not None
-        if self._splitter is not None and self._splitter.has_tool_calls:
+        # A call that the length has cut is none to run.
+        has_calls = self._splitter is not None and self._splitter.has_tool_calls
+        if has_calls and word != "length":
             return "tool_use", None
         if finish.finish == FinishReason.STOP_STRING:
             return "stop_sequence", self._entry.matched_stop(self._params.stop)
@@ -270,8 +271,8 @@ def _object(text: Any) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
         return {"_incomplete": text}
 
 

@@ -41,6 +41,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+    output_config: dict[str, Any] | None = None
 
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
@@ -72,11 +73,22 @@ def chat_request(parsed: CountRequest) -> ChatRequest:
     )
     if isinstance(parsed, MessagesRequest):
         chat.stop = parsed.stop_sequences
+        chat.response_format = _format(parsed.output_config)
         take_sampling(chat, parsed)
     if thinking is not None:
         kwargs = {"enable_thinking": thinking != "disabled"}
         chat.chat_template_kwargs = kwargs | (chat.chat_template_kwargs or {})
     return chat
+
+
+def _format(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """`output_config.format` as chat completions have it."""
+    form = (config or {}).get("format")
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise bad_field("output_config.format", "output_config.format must be of type json_schema")
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 
 
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +123,7 @@ def _messages(at: str, message: Message) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts: list[str] = []
+    thoughts: list[str] = []  # which of them are shown is the template's to say
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for i, block in enumerate(message.content):
@@ -118,8 +131,10 @@ def _messages(at: str, message: Message) -> list[dict[str, Any]]:
         kind = block.get("type")
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
-        elif kind in ("thinking", "redacted_thinking") and message.role == "assistant":
-            continue  # templates drop earlier reasoning, too
+        elif kind == "thinking" and message.role == "assistant":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind == "redacted_thinking" and message.role == "assistant":
+            continue
         elif kind == "tool_use" and message.role == "assistant":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             function = {"name": block.get("name"), "arguments": arguments}
@@ -137,6 +152,8 @@ def _messages(at: str, message: Message) -> list[dict[str, Any]]:
         said: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
         if calls:
             said["tool_calls"] = calls
+        if thoughts:
+            said["reasoning_content"] = "".join(thoughts)
         out = [*results, said]
     return out
 

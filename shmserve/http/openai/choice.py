@@ -102,6 +102,7 @@ class OpenAIChoice:
         self._passed: PassedTokens | None = None
         self._num_passed = 0
         self._entry: InFlight | None = None
+        self._owes_echo = False
         self._ways: dict[Passing, tuple[bytes, bytes] | Unmarked | LogprobFrames] = {}
         self._forms: dict[Passing, bytes] = {}
         self._around: tuple[bytes, bytes] | None = None  # where every event is its text
@@ -111,7 +112,7 @@ class OpenAIChoice:
     @property
     def way(self) -> Way | None:
         passing = self._passing
-        if passing is None:
+        if passing is None or self._owes_echo:
             return None
         if self._extras.num_numbers:
             return Made(self._numbered, passing.marks) if self._extras.texts is None else None
@@ -208,24 +209,39 @@ class OpenAIChoice:
         if self._extras.with_token_ids:
             more["prompt_token_ids"] = list(self._extras.prompt_ids)
         if self._is_chat:
-            return event(
-                self._chunk({"delta": {"role": "assistant", "content": self._extras.echo}}, **more)
-            )
+            inner = {"delta": {"role": "assistant", "content": self._extras.echo}}
+            return event(self._chunk(inner, **more) | more)  # of the one prompt: vLLM's place, too
         if not self._extras.echo and not more:
             return b""
+        entry = self._entry
+        if self._extras.echo_ids and entry and not (entry.has_tokens or entry.is_over):
+            self._owes_echo = True  # the 200 goes out early: the prompt's logprobs come later
+            return b""
+        return self._echo(more)
+
+    def _echo(self, more: dict[str, Any]) -> bytes:
         return event(
             self._chunk({"text": self._extras.echo}, logprobs=self._echoed_logprobs(), **more)
         )
+
+    def _owed(self) -> bytes:
+        """The echo that could not be told in `opening`."""
+        if not self._owes_echo:
+            return b""
+        self._owes_echo = False
+        ids = self._extras.prompt_ids
+        return self._echo({"prompt_token_ids": list(ids)} if self._extras.with_token_ids else {})
 
     def delta(self, text: str, token_ids: Sequence[int]) -> bytes:
         if self._around is not None:
             before, after = self._around
             return b"".join((before, escape(text), after)) if text else b""
-        return self._events(self._split(text, len(token_ids)), token_ids)
+        return self._owed() + self._events(self._split(text, len(token_ids)), token_ids)
 
     def closing(self, text: str, token_ids: Sequence[int], entry: InFlight) -> bytes:
         if self._passed is not None and entry.finish is not None:
             self._passed.ended(entry.finish.completion_tokens)
+        owed = self._owed()
         deltas = self._split(text, len(token_ids))
         if self._splitter is not None:
             deltas += [{"delta": delta} for delta in self._splitter.finish()]
@@ -236,9 +252,9 @@ class OpenAIChoice:
             end["timing"] = entry.timing.summary(entry)
         if not self._is_chat and len(deltas) <= 1:
             more = self._beside(token_ids) | end
-            return event(self._chunk(deltas[0] if deltas else {"text": ""}, **more))
+            return owed + event(self._chunk(deltas[0] if deltas else {"text": ""}, **more))
         inner: Delta = {"delta": {}} if self._is_chat else {"text": ""}
-        return self._events(deltas, token_ids) + event(self._chunk(inner, **end))
+        return owed + self._events(deltas, token_ids) + event(self._chunk(inner, **end))
 
     def _split(self, text: str, num_tokens: int) -> list[Delta]:
         if self._splitter is not None:

@@ -6,6 +6,7 @@ refusal is a real status, for streams too. Event loop's thread only.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from shmserve.http.chat import plan_chat
 from shmserve.http.choice import Choice
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd
-from shmserve.http.generation import Generation, Wanted, choices_of
+from shmserve.http.generation import PER_TURN, Generation, Wanted, choices_of
 from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
 from shmserve.http.openai.choice import Extras, OpenAIChoice, Splitter, reasoning_tokens
@@ -41,6 +42,7 @@ from shmserve.http.stream import SseStream
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 MOST_CHOICES = 128
 MOST_PROMPTS = 1_024
+OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")
 
 
 async def chat_completions(
@@ -58,7 +60,7 @@ async def chat_completions(
     )
     is_old_form = take_functions(parsed)
     chat = await plan_chat(front, parsed)
-    ids = await front.tokenizer.encode(chat.prompt, add_bos=False)
+    ids = await front.tokenizer.encode(chat.prompt, add_bos=bool(parsed.add_special_tokens))
     room = front.room_for(len(ids), "messages")
     name = "max_completion_tokens" if parsed.max_completion_tokens is not None else "max_tokens"
     asked = getattr(parsed, name)
@@ -98,6 +100,7 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
     salt = fields.cache_salt(parsed.cache_salt)
     wanted: list[Wanted] = []
     extras: list[Extras] = []
+    num_before_turn = 0
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else ""
         if isinstance(prompt, str):
@@ -111,6 +114,9 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
         echo = (text or front.tokenizer.decode(prompt)) if parsed.echo else ""
         extras += [_extras(front, parsed, want, echo) for want in choices]
         wanted += choices
+        if len(wanted) - num_before_turn >= PER_TURN:
+            num_before_turn = len(wanted)
+            await asyncio.sleep(0)
     return await _answer(front, request, parsed, "completion", wanted, extras, n, ignored)
 
 
@@ -255,6 +261,8 @@ async def _answer(
             for i, (entry, fmt) in enumerate(zip(generation.entries, formats, strict=True))
         ]
         whole = envelope.whole(objects, usage(generation.entries, n, reasoning_tokens(formats)))
+        if kind == "chat":  # of the one prompt: vLLM has them beside the choices, too
+            whole |= {name: objects[0][name] for name in OF_PROMPT if name in objects[0]}
     return web.Response(
         body=msgspec.json.encode(whole), content_type="application/json", headers=headers
     )

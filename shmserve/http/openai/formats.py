@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from shmserve.http.detokenizer import escape_separators
-from shmserve.http.errors import ApiError
+from shmserve.http.errors import ApiError, aborted
 from shmserve.http.in_flight import InFlight
 from shmserve.http.stream import DONE
 from shmserve.request import FinishReason, SamplingParams
@@ -37,7 +37,7 @@ def finish_word(entry: InFlight) -> str:
         return "stop"
     if reason in (FinishReason.LENGTH, FinishReason.TIMEOUT):
         return "length"
-    raise ApiError(503, "The request was aborted.", code="aborted")
+    raise aborted()
 
 
 def stop_details(entry: InFlight, params: SamplingParams, eos_ids: Sequence[int]) -> dict[str, Any]:

@@ -178,23 +178,43 @@ def _add_item(messages: list[dict[str, Any]], at: str, item: dict[str, Any]) -> 
         if role not in ("user", "assistant", "system", "developer"):
             raise bad_field(f"{at}.role", f"{at}.role must be user, assistant, system or developer")
         text = _text(f"{at}.content", item.get("content"))
-        messages.append({"role": "system" if role == "developer" else role, "content": text})
+        last = messages[-1] if messages else {}
+        if role == "assistant" and "reasoning_content" in last and not last["content"]:
+            last["content"] = text  # what was thought belongs to what is said behind it
+        else:
+            messages.append({"role": "system" if role == "developer" else role, "content": text})
     elif kind == "function_call":
         call = {
             "id": item.get("call_id"),
             "type": "function",
             "function": {"name": item.get("name"), "arguments": item.get("arguments") or "{}"},
         }
-        if messages and messages[-1]["role"] == "assistant" and "tool_calls" in messages[-1]:
-            messages[-1]["tool_calls"].append(call)
+        if messages and messages[-1]["role"] == "assistant":  # text and calls of one turn
+            messages[-1].setdefault("tool_calls", []).append(call)
         else:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
     elif kind == "function_call_output":
         output = item.get("output")
         text = output if isinstance(output, str) else _text(f"{at}.output", output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-    elif kind != "reasoning":  # templates drop earlier reasoning
+    elif kind == "reasoning":
+        # Whether it is shown is the template's to say, as in chat completions.
+        if thought := _thought(item):
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    else:
         raise bad_field(f"{at}.type", f"{at}.type {kind!r} is not known to this server")
+
+
+def _thought(item: dict[str, Any]) -> str:
+    """The text of a reasoning item: its content, or the summary where that is all there is."""
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if not isinstance(parts, list):
+            continue
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        if thought := "".join(text for text in texts if isinstance(text, str)):
+            return thought
+    return ""
 
 
 def _text(at: str, content: Any) -> str:

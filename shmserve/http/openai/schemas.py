@@ -85,6 +85,7 @@ class Sampling(Shared):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    grammar: Any = None
     regex: str | None = None
     ebnf: str | None = None
     json_schema: Any = None

@@ -1,6 +1,6 @@
 // The conversation: sends it, shows what comes, stops. One answer at a time.
 
-import { ask, Refusal } from "./api.js";
+import { ask, keyOf, Refusal } from "./api.js";
 import { Answer, question } from "./answer.js";
 import { byId, make, tell } from "./dom.js";
 import { openSettings, requestFields, systemPrompt } from "./settings.js";
@@ -71,6 +71,11 @@ function onInput() {
 function send(text) {
   if (running !== null || text.trim() === "") return;
   byId("blank").hidden = true;
+  // What nobody answered is not sent again: many templates refuse two questions in a row, and one that was too long would be refused for ever.
+  if (messages.at(-1)?.role === "user") {
+    messages.pop();
+    for (const retry of transcript.querySelectorAll(".failure button")) retry.remove();
+  }
   messages.push({ role: "user", content: text.trim() });
   question(transcript, text.trim());
   prompt.value = "";
@@ -180,9 +185,10 @@ function fail(error, shown, asked) {
   tell(announcer, `The answer failed: ${words}`);
 }
 
-/** The server wants a key: say so, and offer the field for it. */
+/** The server wants a key, or another one: say so, and offer the field for it. */
 export function askForKey() {
-  notify("This server answers only with an API key (--api-key).", "Enter the key", () => openSettings("api-key"));
+  const what = keyOf("api") ? "This server does not take that API key." : "This server answers only with an API key (--api-key).";
+  notify(what, "Enter the key", () => openSettings("api-key"));
 }
 
 function setRunning(isRunning) {

@@ -48,7 +48,7 @@ def switch_on(library: Library) -> None:
 
 def _tried_in_child(path: Path) -> str:
     """Why a child could not multiply by AMX; empty if it could."""
-    command = [sys.executable, "-m", "shmserve.worker.cpu.amx", str(path)]
+    command = [sys.executable, "-P", "-m", "shmserve.worker.cpu.amx", str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TRY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

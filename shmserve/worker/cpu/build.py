@@ -103,7 +103,7 @@ def _compile(command: list[str]) -> None:
 
 def _self_test(library: Path) -> None:
     """In a fresh process, since a wrong instruction would end it."""
-    command = [sys.executable, "-m", "shmserve.worker.cpu.selftest", str(library)]
+    command = [sys.executable, "-P", "-m", "shmserve.worker.cpu.selftest", str(library)]
     _run(command, SELF_TEST_TIMEOUT_S, "the compiled kernels fail their self-test")
 
 

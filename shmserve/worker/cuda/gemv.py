@@ -22,7 +22,8 @@ BLOCK_K = 128
 NUM_STAGES = 6
 
 
-@triton.jit
+# A version of the kernel for one row, and another for several, would be compiled when the first such batch comes.
+@triton.jit(do_not_specialize=["M"])
 def _gemv(
     x,
     weight,

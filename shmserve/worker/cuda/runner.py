@@ -11,9 +11,11 @@ Worker's main thread only.
 
 from __future__ import annotations
 
+import sysconfig
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,6 +93,7 @@ class CudaRunner:
             torch.set_num_threads(num_threads)
         target = checked_device(device)
         config, source = open_model(model.weights, model.format)
+        ops = ops or kernels()  # before the weights are read: it may find that it cannot
         share = None if team is None else team.share_of(config, model.weights)
         own = config if share is None else share.partition.own
         try:
@@ -122,8 +125,8 @@ class CudaRunner:
                 most_tokens = max(max_num_batched_tokens, most_seqs)
                 max_blocks = -(-info.max_model_len // block_size)
                 is_cuda = target.type == "cuda"
+                progress("compiling kernels", 0.0)  # until the first step is recorded
                 link = link or (CudaLink(target) if is_cuda else HostLink())
-                ops = ops or kernels()
                 self._attention = attention_for(
                     attention_backend,
                     ops.name,
@@ -175,7 +178,8 @@ class CudaRunner:
         except torch.OutOfMemoryError as error:
             line = " ".join(str(error).split())
             raise ModelLoadError(
-                f"{model.weights}: not enough memory on {target}: {line}"
+                f"{model.weights}: not enough memory on {target}, where weights are bfloat16: {line} "
+                "(--runner cpu computes on the CPU)"
             ) from None
         self._info = replace(info, vocab_size=num_ids)
         self._team = team
@@ -332,11 +336,29 @@ def checked_device(name: str) -> torch.device:
 
 
 def kernels() -> Ops:
-    """ModelLoadError, one line, without triton."""
+    """ModelLoadError, one line, without triton, or without what it needs of this machine to launch a kernel."""
     try:
-        return triton_ops()
+        ops = triton_ops()
     except ImportError as error:
         raise ModelLoadError(f"--runner cuda: its kernels need triton: {error}") from None
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()  # what launches kernels is compiled here, once for all
+    except Exception as error:  # of a compiler, a linker, or of what they do not find
+        raise ModelLoadError(
+            f"--runner cuda: triton cannot compile what launches its kernels: {_lack_of(error)}; "
+            "--runner cpu computes on the CPU"
+        ) from None
+    return ops
+
+
+def _lack_of(error: Exception) -> str:
+    """Why triton's C compiler failed: as a rule the headers of Python are not installed, and then its error is a long command."""
+    header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")
+    if not header.exists():
+        return f"there is no {header} (install python3-dev, or python3-devel)"
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:

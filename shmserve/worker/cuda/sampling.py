@@ -77,7 +77,7 @@ def _key(x, SHIFT: tl.constexpr):
 @triton.jit
 def _least_log(floor):
     """The least log-weight that min-p leaves; -inf for 0."""
-    return tl.where(floor > 0.0, tl.log(tl.minimum(tl.maximum(floor, 1e-38), 1.0)), float("-inf"))
+    return tl.where(floor > 0.0, tl.log(tl.minimum(tl.maximum(floor, 1.2e-38), 1.0)), float("-inf"))
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def _end_of_prefix(
     )
     # Of those that are alike the first ones, at least one.
     num_alike = tl.maximum(num_alike, 1)
-    each = tl.maximum((amount - above) / num_alike.to(tl.float32), 1e-38)
+    each = tl.maximum((amount - above) / num_alike.to(tl.float32), 1.2e-38)
     count = tl.maximum(tl.ceil((wanted - above) / each), 1.0)
     if count < num_alike.to(tl.float32):
         before, last = tl.zeros((), tl.int32) - 1, tl.zeros((), tl.int32) + vocab_size - 1

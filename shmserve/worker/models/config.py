@@ -6,6 +6,7 @@ Law: a feature that the decoder does not compute is refused here by its name; no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,12 +128,12 @@ class Fields:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         if isinstance(value, np.ndarray | list):  # GGUF allows one value a layer
-            distinct = set(np.asarray(value).tolist())
-            if len(distinct) != 1:
+            values = value.tolist() if isinstance(value, np.ndarray) else value
+            if not values or any(each != values[0] for each in values):
                 raise self.error(
                     f"{self.prefix}{key} differs between layers, which is not supported"
                 )
-            value = distinct.pop()
+            value = values[0]
         if value is None:
             value = default
         if value is None:
@@ -149,7 +150,7 @@ class Fields:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.number(key, default)
-        if value != int(value) or value < 1:
+        if not math.isfinite(value) or value != int(value) or value < 1:
             raise self.error(f"{self.prefix}{key} is {value}, expected a positive integer")
         return int(value)
 

@@ -24,6 +24,7 @@ from shmserve.worker.models.config import (
 )
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MOST_LAYERS = 10_000
 LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -77,6 +78,10 @@ def config_from_hf(path: Path) -> DecoderConfig:
     hidden_size = fields.count("hidden_size")
     num_heads = fields.count("num_attention_heads")
     num_layers = fields.count("num_hidden_layers")
+    if num_layers > MOST_LAYERS:  # before anything has one entry a layer
+        raise fields.error(
+            f"num_hidden_layers is {num_layers}, at most {MOST_LAYERS} are supported"
+        )
     head_dim = family.head_dim or head_dim_of(fields, hidden_size, num_heads)
     head_dim = fields.count("head_dim", head_dim)
     is_rotated = _rotated_layers(fields, architecture, num_layers)
@@ -87,7 +92,7 @@ def config_from_hf(path: Path) -> DecoderConfig:
     config = DecoderConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
-        context_length=fields.count("max_position_embeddings"),
+        context_length=_context_length(fields, ropes),
         num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_size=fields.count("intermediate_size"),
@@ -242,6 +247,16 @@ def _rope(
         raise rope.unknown(f"partial_rotary_factor {partial!r} is not supported (only 1.0)")
     context_length = fields.count("max_position_embeddings")
     return Rope(rope.positive("rope_theta", theta), _scaling(rope, context_length))
+
+
+def _context_length(fields: Fields, ropes: tuple[Rope, Rope]) -> int:
+    """What YaRN stretches the positions to, where the file still says what the model was trained with: as Qwen tells its users to do."""
+    stretched = (
+        int(scaling.original_context_length * scaling.factor)
+        for scaling in (rope.scaling for rope in ropes)
+        if scaling.kind == "yarn"
+    )
+    return max(fields.count("max_position_embeddings"), *stretched, 0)
 
 
 def _scaling(rope: Fields, context_length: int) -> RopeScaling:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shmserve.gguf import GGUFError, GGUFFile, unpermute_rows
+from shmserve.gguf import GGUFError, GGUFFile, printable, unpermute_rows
 from shmserve.worker.models.config import DecoderConfig, ModelLoadError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class TensorSource(Protocol):
 class GGUFSource:
     def __init__(self, file: GGUFFile, config: DecoderConfig) -> None:
         self._file = file
+        _refuse_unread(file, config)
         is_interleaved = config.architecture == "llama"
         self._interleaved_heads = (
             dict.fromkeys(("q", "q_bias"), config.num_heads)
@@ -106,6 +107,25 @@ class GGUFSource:
 
     def where(self, name: str) -> Path:
         return self._file.path
+
+
+def _refuse_unread(file: GGUFFile, config: DecoderConfig) -> None:
+    """A tensor that nobody reads (biases of the feed-forward, as granite-code has them, or norms of its own) would change the output."""
+    is_used = dict.fromkeys(LAYER_NAMES, True)
+    is_used |= dict.fromkeys(("q_bias", "k_bias", "v_bias"), config.has_qkv_bias)
+    is_used |= dict.fromkeys(("q_norm", "k_norm"), config.has_qk_norm)
+    is_used |= dict.fromkeys(("attention_branch_norm", "ffn_branch_norm"), config.has_branch_norms)
+    is_used["output_bias"] = config.has_output_bias
+    known = {names[0] for names in MODEL_NAMES.values()} | {"rope_freqs.weight"}
+    for part, (name, _) in LAYER_NAMES.items():
+        if is_used[part]:
+            known |= {f"blk.{layer}.{name}" for layer in range(config.num_layers)}
+    unread = [name for name in file.tensors if name not in known and not name.startswith("cls.")]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise ModelLoadError(
+            f"{file.path}: tensor {printable(unread[0])}{more}: not supported in a model of {config.architecture}"
+        )
 
 
 class SafetensorsSource:

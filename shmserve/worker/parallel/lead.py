@@ -103,7 +103,8 @@ def lead(
 ) -> tuple[ModelRunner, Ranks]:
     """Start the other ranks, and be the first of them; one that ends before it is told to is `lost`."""
     options, num_ranks = plan.options, plan.num_ranks
-    max_blocks = -(-options["max_model_len"] // options["block_size"])
+    max_model_len = options["max_model_len"] or model.context_length
+    max_blocks = -(-max_model_len // options["block_size"])
     num_words = words_needed(options["max_num_batched_tokens"], options["max_num_seqs"], max_blocks)
     steps = StepWriter(num_ranks - 1, num_words)
     store_fd = os.memfd_create("shmserve ranks", os.MFD_CLOEXEC)

@@ -23,10 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from signal import Signals
 from typing import Any, Final
 
-from shmserve.child import with_source_tree
+from shmserve.child import name_of_signal, with_source_tree
 from shmserve.control import ControlError, ControlLink, Message
 from shmserve.devices import environment_of_rank
 
@@ -66,7 +65,7 @@ class _Rank:
         """How it ended, in words, and before it how little that explains of the others' ends."""
         code = self.process.poll()
         if code is not None and code < 0:
-            return 0, f"was killed by {Signals(-code).name}"
+            return 0, f"was killed by {name_of_signal(-code)}"
         if self.error:
             return 1, f"failed: {self.error}"
         return (3, "hung up") if code is None else (2, f"exited with code {code}")

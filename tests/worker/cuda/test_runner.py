@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,6 +393,23 @@ def test_no_triton_is_one_line(monkeypatch):
 
     monkeypatch.setattr("shmserve.worker.cuda.runner.triton_ops", missing)
     with pytest.raises(ModelLoadError, match=r"^--runner cuda: its kernels need triton: No module"):
+        kernels()
+
+
+def test_no_python_headers_are_one_line_that_names_them(monkeypatch, tmp_path):
+    """Triton compiles what launches its kernels, and its own error is the compiler's command."""
+    pytest.importorskip("triton")
+    from triton.runtime import driver
+
+    class NoDriver:
+        def get_current_target(self):
+            raise subprocess.CalledProcessError(1, ["gcc", "driver.c"])
+
+    monkeypatch.setattr(driver, "_active", NoDriver())
+    with pytest.raises(ModelLoadError, match=r"launches its kernels: Command .* exit status 1"):
+        kernels()
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"there is no /.*Python\.h \(install python3-dev"):
         kernels()
 
 

@@ -94,6 +94,14 @@ def test_yarn_scales_as_its_paper_says_unless_the_file_says_otherwise(tmp_path):
     assert read(tmp_path, values).ropes[0].scaling.magnitude == 1.5
 
 
+def test_yarn_stretches_the_context_beyond_what_the_model_was_trained_with(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for said, expected in ((32, 128), (96, 128), (200, 200)):
+        values = {"model_type": "qwen2", **SAID, "rope_scaling": yarn}
+        config = read(tmp_path, values | {"max_position_embeddings": said})
+        assert config.context_length == expected
+
+
 @pytest.mark.parametrize(
     ("architecture", "change", "words"),
     [
@@ -140,6 +148,15 @@ def test_what_is_not_computed_is_left_to_others_by_its_name(tmp_path, architectu
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 10.0}}, "expected an object by layer"),
         ("qwen2", {"rope_scaling": {"type": "yarn", "factor": -1}}, "factor is -1.0"),
+        ("llama", {"intermediate_size": float("inf")}, "intermediate_size is inf, expected"),
+        ("llama", {"intermediate_size": float("nan")}, "intermediate_size is nan, expected"),
+        (
+            "llama",
+            {"intermediate_size": [[8], [8]]},
+            r"intermediate_size is [8], expected a number",
+        ),
+        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000, at most"),
+        ("llama", {"intermediate_size": []}, "intermediate_size differs between layers"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_an_error_that_names_the_field(
