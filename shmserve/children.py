@@ -95,6 +95,7 @@ class Child:
         self.is_link_open = True
         self.stopped_ns = 0
         self.grace_ns = time.monotonic_ns()
+        self.silent_since_ns = 0  # when a look found it silent (health_rounds.py); 0: none did
         self.failure = ""  # the child's own last words
         self.kill_reason = ""
         self._kill_cause = ""
@@ -113,7 +114,11 @@ class Child:
         environ: Mapping[str, str],
     ) -> Child:
         """Start the process with its end of a new control link. Raises OSError if that fails; the board is gone then."""
-        ours, theirs = ControlLink.pair()
+        try:
+            ours, theirs = ControlLink.pair()
+        except OSError:
+            remove(board)
+            raise
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
         try:
             process = subprocess.Popen(

@@ -3,7 +3,7 @@
 Owns: the rules, as pure functions of what the boards and the kernel say. Never: looks at a clock, a board or a process.
 
     stopped    the kernel said so (WSTOPPED)                        killed after hang_timeout
-    hung       no heartbeat for 1 s                                 killed after hang_timeout
+    hung       no heartbeat for 1 s, at two looks                   killed after hang_timeout
                one step longer than 10 times what the slowest of    killed at once
                its kind took (worker/step_times.py), and than
                hang_timeout
@@ -44,11 +44,13 @@ class Vitals:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """state: "ok", "stopped" or "hung", with a reason for the last two. must_end: its time is up."""
+    """state: "ok", "stopped" or "hung", with a reason for the last two. must_end: its time is up. is_silence: it is "hung" because nothing
+    was heard of it, which is to be confirmed by a second look: after a standstill of the whole machine everybody looks so."""
 
     state: str
     reason: str = ""
     must_end: bool = False
+    is_silence: bool = False
 
 
 def examine(vitals: Vitals, now_ns: int, hang_timeout_s: float) -> Verdict:
@@ -63,10 +65,13 @@ def examine(vitals: Vitals, now_ns: int, hang_timeout_s: float) -> Verdict:
             age = max(silence, phase_age)
             return Verdict("hung", f"it got no further for {age:.0f} s while it loads", True)
         if silence >= hang_timeout_s:
-            return Verdict("hung", f"no heartbeat for {silence:.1f} s while it loads")
+            return Verdict(
+                "hung", f"no heartbeat for {silence:.1f} s while it loads", is_silence=True
+            )
         return Verdict("ok")
     if silence >= HEARTBEAT_LATE_S:
-        return Verdict("hung", f"no heartbeat for {silence:.1f} s", silence >= hang_timeout_s)
+        must_end = silence >= hang_timeout_s
+        return Verdict("hung", f"no heartbeat for {silence:.1f} s", must_end, is_silence=True)
     limit = max(hang_timeout_s, SLOWEST_FACTOR * vitals.expected_step_ns / _NS)
     if vitals.phase in _STEPPING and phase_age >= limit:
         what = Phase(vitals.phase).label

@@ -17,6 +17,8 @@ from shmserve.posts import Post
 from shmserve.progress import Reporter
 
 EVERY_S: Final = 1.0
+AGAIN_S: Final = 0.6
+"""So long behind the first look at one who is silent comes the second: who is alive has beaten by then (boards.IDLE_HEARTBEAT_S)."""
 _OVERSLEPT_NS: Final = 3_000_000_000
 
 
@@ -61,7 +63,12 @@ class HealthRounds:
 
     def judge(self, post: Post, child: Child) -> None:
         """Look at one."""
-        verdict = examine(child.vitals(), time.monotonic_ns(), self._hang_timeout_s)
+        now = time.monotonic_ns()
+        verdict = examine(child.vitals(), now, self._hang_timeout_s)
+        if verdict.is_silence and not self._is_confirmed(post, child, now):
+            return
+        if not verdict.is_silence:
+            child.silent_since_ns = 0
         if verdict.must_end:
             child.kill(verdict.reason, verdict.state)
         if verdict.state == "ok":
@@ -73,3 +80,14 @@ class HealthRounds:
             news = f"{child.name} (pid {child.pid}) is {verdict.state}: {verdict.reason}"
             self._report.say(news, is_warning=True)
         self._set_state(post, verdict.state, verdict.reason)
+
+    def _is_confirmed(self, post: Post, child: Child, now_ns: int) -> bool:
+        """Whether one who is silent now was so at a look before. At the first, the second is arranged."""
+        if not child.silent_since_ns:
+            child.silent_since_ns = now_ns
+            self._loop.after(AGAIN_S, lambda: self._look_again(post, child))
+        return now_ns - child.silent_since_ns >= AGAIN_S * 1e9
+
+    def _look_again(self, post: Post, child: Child) -> None:
+        if post.child is child:
+            self.judge(post, child)
