@@ -111,6 +111,9 @@ class LineEditor:
             return
         import readline
 
-        fd = os.open(self._history_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.close(fd)
-        readline.write_history_file(self._history_path)
+        try:
+            fd = os.open(self._history_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.close(fd)
+            readline.write_history_file(self._history_path)
+        except OSError as error:
+            sys.stderr.write(f"shmserve: warning: {self._history_path}: {error.strerror}\n")

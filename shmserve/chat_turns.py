@@ -34,17 +34,21 @@ class Conversation:
     fields: Mapping[str, Any]
     system: str = ""
     messages: list[Message] = field(default_factory=list)
+    _taken_back: str = field(default="", init=False)  # a question that got no answer
 
     def clear(self) -> None:
         """Forget what was said; the system prompt stays."""
         self.messages.clear()
+        self._taken_back = ""
 
     def whole(self) -> list[Message]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.messages]
 
     def last_question(self) -> str:
-        """The last question, taken back together with its answer; "" if there is none."""
+        """The last question, taken back together with its answer if it got one; "" if there is none."""
+        if self._taken_back:
+            return self._taken_back
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
@@ -59,6 +63,7 @@ class Conversation:
         A question that got no text at all is taken back; an answer that was stopped, or broke, stays as far as it came.
         """
         self.messages.append({"role": "user", "content": question})
+        self._taken_back = ""
         reading = Reading()
         texts: list[str] = []
         try:
@@ -75,6 +80,7 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": answer})
             else:
                 self.messages.pop()
+                self._taken_back = question
         return result_of(reading, 0, reading.sent_ns, None)
 
     async def _read(

@@ -12,6 +12,7 @@ What a model writes is shown on a terminal without its control characters: it co
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -47,6 +48,8 @@ class Screen:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+        if isinstance(out, io.TextIOWrapper):
+            out.reconfigure(errors="replace")  # what its encoding lacks is no fault of the answer
         self.is_terminal = out.isatty()
         self._is_dim = False
         self._ends_line = True
@@ -81,6 +84,7 @@ class Screen:
     def remark(self, text: str) -> None:
         """A dim line, on a terminal only."""
         if self.is_terminal:
+            text = text.translate(_CONTROL)  # names of models and endings are the server's
             self._out.write(f"{DIM}{text}{PLAIN}\n")
             self._out.flush()
 
@@ -154,6 +158,9 @@ class TerminalChat:
             except KeyboardInterrupt:
                 self._screen.remark("\n(Ctrl-D ends)")
                 continue
+            except UnicodeDecodeError as error:
+                self._say(f"that line is no {error.encoding} text; nothing was sent")
+                continue
             command = command_of(message)
             if command is not None:
                 if command[0] == "quit":
@@ -220,9 +227,9 @@ class TerminalChat:
         else:
             text = "\n".join(f"## {m['role']}\n\n{m['content']}\n" for m in messages)
         try:
-            Path(path).expanduser().write_text(text, encoding="utf-8")
-        except OSError as error:
-            self._say(f"/save {path}: {error.strerror}")
+            Path(path).expanduser().write_bytes(text.encode(errors="backslashreplace"))
+        except (OSError, RuntimeError, ValueError) as error:  # ~ of nobody; a NUL in the name
+            self._say(f"/save {path}: {getattr(error, 'strerror', None) or error}")
             return
         self._screen.remark(f"({len(messages)} messages in {path})")
 

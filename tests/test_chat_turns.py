@@ -281,3 +281,55 @@ def test_a_server_that_is_gone_ends_the_turn_and_not_the_chat():
         chat.close()
     assert errors.getvalue().count("nobody answers on http://127.0.0.1:9") == 2
     assert conversation.messages == []
+
+
+def test_a_retry_asks_what_got_no_answer_and_leaves_the_answers_before_it():
+    refusals = Fake(json.dumps({"error": {"message": "full"}}).encode(), status=503)
+    conversation, _, errors = asked(refusals, "one")
+    conversation.messages += [
+        {"role": "user", "content": "zero"},
+        {"role": "assistant", "content": "0"},
+    ]
+    assert errors == ["full"]
+    assert conversation.last_question() == "one"
+    assert [message["content"] for message in conversation.messages] == ["zero", "0"]
+    conversation.clear()
+    assert conversation.last_question() == ""
+
+
+def test_what_a_server_calls_its_model_is_no_command_for_the_terminal():
+    out = Terminal()
+    Screen(out).remark("m\x1b]0;title\x07\x9b2J")
+    assert out.getvalue() == "\x1b[2mm]0;title2J\x1b[0m\n"
+
+
+def test_a_character_that_stdout_cannot_write_does_not_end_the_answer():
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    Screen(out).piece(Piece("caf\N{LATIN SMALL LETTER E WITH ACUTE} \N{GRINNING FACE} \ud83d!"))
+    assert out.buffer.getvalue() == b"caf\xe9 ? ?!"
+
+
+def test_nothing_that_is_typed_ends_the_chat(tmp_path):
+    class Strange(Lines):
+        def read_line(self, prompt: str) -> str:
+            line = super().read_line(prompt)
+            if line is UnicodeDecodeError:
+                raise UnicodeDecodeError("utf-8", b"\xe9", 0, 1, "invalid")
+            return line
+
+    errors = io.StringIO()
+    conversation = Conversation(Target("http://127.0.0.1:9"), {"model": "m"})
+    conversation.messages += [{"role": "user", "content": "\udce9"}]
+    chat = TerminalChat(conversation, Screen(io.StringIO()), errors)
+    saved = tmp_path / "a.md"
+    editor = Strange(
+        UnicodeDecodeError, "/save ~nobody-of-this-name/x", "/save a\0b", f"/save {saved}"
+    )
+    try:
+        chat.run(editor, "m")
+    finally:
+        chat.close()
+    assert saved.read_text() == "## user\n\n\\udce9\n"
+    lines = errors.getvalue().splitlines()
+    assert len(lines) == 3 and "no utf-8 text" in lines[0]
+    assert all("/save" in line for line in lines[1:])

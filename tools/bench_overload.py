@@ -20,6 +20,7 @@ from bench_common import (
     Bar,
     NoiseWatch,
     Row,
+    end_on_sigterm,
     noise_sentence,
     percentile,
     print_bars,
@@ -115,6 +116,7 @@ def main(
     max_tokens: int,
     json_path: str | None,
 ) -> None:
+    end_on_sigterm()
     possible = max_num_seqs * 1000 / step_ms / max_tokens
     config = config_of(max_num_seqs, queued)
     with (

@@ -24,6 +24,7 @@ from bench_common import (
     Bar,
     NoiseWatch,
     Row,
+    end_on_sigterm,
     noise_sentence,
     percentile,
     print_bars,
@@ -218,6 +219,7 @@ def main(
     policies: tuple[str, ...],
     json_path: str | None,
 ) -> None:
+    end_on_sigterm()
     rows = [run_policy(each, num_stuck, num_readers, num_tokens, step_ms) for each in policies]
     print_table(rows)
     print(noise_sentence(row["noise_cores"] for row in rows))

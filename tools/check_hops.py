@@ -27,6 +27,7 @@ from bench_common import (
     NoiseWatch,
     Row,
     as_written,
+    end_on_sigterm,
     noise_sentence,
     percentile,
     print_bars,
@@ -193,6 +194,8 @@ def main(
     port: int | None,
     json_path: str | None,
 ) -> None:  # fmt: skip
+    end_on_sigterm()
+
     def run(port: int) -> tuple[list[Row], float]:
         watch = NoiseWatch()
         rows: list[Row] = []

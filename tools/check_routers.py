@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench_common import end_on_sigterm
 from router_checks import POINTS, Row
 from router_fleet import KINDS, Kind, fleet
 
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--program", action="append", default=[], metavar="ROUTER=FILE")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     asked = parser.parse_args(argv)
+    end_on_sigterm()
     named = dict(each.split("=", 1) for each in asked.program)
     rows: list[Row] = []
     for name in asked.router or list(KINDS):

@@ -140,9 +140,10 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
         "The workers",
         (
             Panel("Steps", "From draining the inbox to publishing the tokens.", "s", quantiles("shmserve_step_seconds", (0.5, 0.99))),
-            Panel("Sequences", "Running, waiting for a run slot, paused.", "short",
-                  (gauge("shmserve_running", "running"), (f'sum(shmserve_waiting{{{WHERE},process=~"worker.*"}})', "waiting"), gauge("shmserve_paused", "paused"))),
-            Panel("KV cache", "Blocks held by sequences; sequences whose blocks were taken.", "percentunit", (KV_USAGE, rate("shmserve_preempted_total", "preempted/s")), warn_at=0.95),
+            Panel("Sequences", "Running, waiting for a run slot, paused; those whose blocks were taken.", "short",
+                  (gauge("shmserve_running", "running"), (f'sum(shmserve_waiting{{{WHERE},process=~"worker.*"}})', "waiting"), gauge("shmserve_paused", "paused"),
+                   rate("shmserve_preempted_total", "preempted/s"))),
+            Panel("KV cache", "Share of the blocks that sequences hold.", "percentunit", (KV_USAGE,), warn_at=0.95),
             Panel("Tokens/s", "Of prompts and of completions.", "short", (rate("shmserve_prompt_tokens_total", "prompts"), rate("shmserve_generation_tokens_total", "completions"))),
             Panel("Prefix cache and speculation", "Shares.", "percentunit", (HITS, ACCEPTED)),
             Panel("Aborts", "From the decision to the worker's word that it has ended.", "s", quantiles("shmserve_abort_seconds", (0.5, 0.99))),

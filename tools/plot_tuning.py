@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from bench_common import NoiseWatch, as_written, noise_sentence, print_table, write_json
+from bench_common import (
+    NoiseWatch,
+    as_written,
+    end_on_sigterm,
+    noise_sentence,
+    print_table,
+    write_json,
+)
 from tuning_run import (
     DEFAULT_RING,
     INTERVALS,
@@ -152,6 +159,7 @@ def draw(path: Path, name: str, found: Sequence[Seen]) -> None:
 @click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path(__file__).resolve().parent.parent / "docs" / "images", help="Where the pictures go. docs/images by default.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Write the figures here as well.")  # fmt: skip
 def main(names: tuple[str, ...], folder: Path, json_path: str | None) -> None:
+    end_on_sigterm()
     rows, noise = [], []
     for name in names:
         watch = NoiseWatch()

@@ -429,3 +429,81 @@ def test_colours_are_the_systems_unless_the_settings_say_others(
     tab.page.reload()
     tab.wait_ready()
     assert tab.page.evaluate(ground) != systems
+
+
+def _stream(*events: dict[str, Any] | str) -> Callable[[Any], None]:
+    """A route that answers with these events at once."""
+    lines = [each if isinstance(each, str) else json.dumps(each) for each in events]
+    body = "".join(f"data: {line}\n\n" for line in lines)
+    return lambda route: route.fulfill(content_type="text/event-stream", body=body)
+
+
+def _piece(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
+
+
+def test_question_stopped_before_any_text_can_be_cleared_away(
+    server: Server, open_tab: Callable[..., Any]
+) -> None:
+    tab = open_tab(server).wait_ready()
+    tab.page.route("**/v1/chat/completions", lambda route: None)  # no answer comes
+    tab.send("Hi")
+    tab.page.wait_for_selector("#stop")
+    tab.page.keyboard.press("Escape")
+    tab.wait_over()
+    assert "stopped" in tab.text(".figures") and tab.page.is_hidden("#blank")
+    tab.page.click("#clear")
+    assert tab.page.locator(".message").count() == 0 and tab.page.is_visible("#blank")
+
+
+def test_end_stays_in_sight_however_much_comes_at_once(
+    server: Server, open_tab: Callable[..., Any]
+) -> None:
+    tab = open_tab(server).wait_ready()
+    below = "e => e.scrollHeight - e.scrollTop - e.clientHeight"
+    transcript = tab.page.locator("#transcript")
+    many_lines = _piece("one line\n" * 40)
+    tab.page.route("**/v1/chat/completions", _stream(many_lines, many_lines, "[DONE]"))
+    tab.send("Hi")
+    tab.wait_pieces(2)
+    tab.wait_over()
+    assert transcript.evaluate(below) < 2
+    tab.page.unroute("**/v1/chat/completions")
+    failure = {"error": {"message": "The worker ended. " * 20, "code": "x"}}
+    tab.page.route("**/v1/chat/completions", _stream(many_lines, failure))
+    tab.send("Again")
+    tab.page.wait_for_selector(".failure")
+    assert transcript.evaluate(below) < 2
+
+
+def test_server_that_stands_still_is_told_and_found_again(
+    start: Callable[..., Server], open_tab: Callable[..., Any]
+) -> None:
+    server = start("--hang-timeout=120")
+    tab = open_tab(server).wait_ready()
+    pid = server.words("http")["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        tab.page.wait_for_selector('#state[data-kind="ill"]', timeout=60_000)
+        assert "no connection" in tab.text("#state-text")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    tab.wait_ready()
+
+
+def test_page_works_where_the_browser_lets_it_keep_nothing(
+    server: Server, open_tab: Callable[..., Any]
+) -> None:
+    tab = open_tab(server)
+    tab.page.add_init_script(
+        "for (const name of ['localStorage', 'sessionStorage']) Object.defineProperty(window, name,"
+        " {get() { throw new DOMException('blocked', 'SecurityError'); }});"
+    )
+    tab.page.reload()
+    tab.wait_ready()
+    tab.set(max_tokens="5", api_key="of-this-page")
+    with tab.page.expect_request("**/v1/chat/completions") as asked:
+        tab.send("Hi")
+    assert asked.value.headers["authorization"] == "Bearer of-this-page"
+    tab.wait_over()
+    assert "5 tokens" in tab.text(".figures")

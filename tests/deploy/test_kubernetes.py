@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from shmserve.cli import cli
-from shmserve.http.security import OPEN
+from shmserve.config import HttpConfig
+from shmserve.http.security import OPEN, Gate
 from shmserve.http.stock_metrics import CACHE_CONFIG, GAUGES
 
 yaml = pytest.importorskip("yaml", reason="pip install '.[dev]'")
@@ -82,7 +83,18 @@ def test_liveness_is_not_readiness_and_no_probe_needs_a_key(container):
 def test_a_drain_is_over_before_the_kubelet_loses_patience(deployment, container):
     (flag,) = (each for each in container["args"] if each.startswith("--drain-timeout="))
     grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace >= int(flag.partition("=")[2]) + 10
+    command, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    assert grace >= int(seconds) + int(flag.partition("=")[2]) + 10
+
+
+def test_the_service_may_be_called_by_each_of_its_names(container):
+    (flag,) = (each for each in container["args"] if each.startswith("--allowed-hosts="))
+    service = documents("shmserve.yaml")["Service"]["metadata"]["name"]
+    gate = Gate(HttpConfig(allowed_hosts=(flag.partition("=")[2],)), ["0.0.0.0"])
+    for suffix in ("", ".default", ".default.svc", ".default.svc.cluster.local"):
+        assert gate._is_good(f"{service}{suffix}:8000")
+    assert gate._is_good("10.1.2.3:8000") and not gate._is_good("elsewhere.example")
 
 
 def test_the_command_is_one_that_shmserve_takes(container):

@@ -1,15 +1,25 @@
 // Requests to the server that the page came from, and the keys that go with them.
 
 const KEYS = { api: "shmserve.api-key", admin: "shmserve.admin-key" };
+const given = {}; // where the browser lets the page keep nothing, a key lives as long as the page
 
 /** A key, or "". Kept for this tab only. */
 export function keyOf(which) {
-  return sessionStorage.getItem(KEYS[which]) ?? "";
+  return given[which] ?? store()?.getItem(KEYS[which]) ?? "";
 }
 
 export function setKey(which, value) {
-  if (value) sessionStorage.setItem(KEYS[which], value);
-  else sessionStorage.removeItem(KEYS[which]);
+  given[which] = value;
+  if (value) store()?.setItem(KEYS[which], value);
+  else store()?.removeItem(KEYS[which]);
+}
+
+function store() {
+  try {
+    return sessionStorage;
+  } catch {
+    return null; // "block all cookies"
+  }
 }
 
 /** An answer that is no 2xx, in the server's own words. */

@@ -20,6 +20,7 @@ const announcer = byId("announcer");
 
 let messages = []; // as the API has them
 let running = null; // the AbortController of the answer that comes
+let isFollowing = true; // the end of the text was in sight when somebody last scrolled: it is to stay so
 
 export function prepareChat() {
   byId("examples").append(
@@ -42,6 +43,7 @@ export function prepareChat() {
   });
   stopButton.addEventListener("click", stop);
   clearButton.addEventListener("click", clear);
+  transcript.addEventListener("scroll", onScroll, { passive: true });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running !== null && !byId("settings").open) {
       event.preventDefault();
@@ -103,7 +105,8 @@ async function answer() {
   running = controller;
   setRunning(true);
   const shown = new Answer(transcript, performance.now());
-  transcript.scrollTop = transcript.scrollHeight;
+  isFollowing = true;
+  keepAtEnd();
   const system = systemPrompt();
   const body = {
     ...requestFields(),
@@ -196,12 +199,15 @@ function setRunning(isRunning) {
   const hadFocus = document.activeElement === sendButton || document.activeElement === stopButton;
   sendButton.hidden = isRunning;
   stopButton.hidden = !isRunning;
-  clearButton.disabled = !messages.length;
+  clearButton.disabled = transcript.querySelector(".message") === null; // what was stopped before any text is in no message
   if (hadFocus) (isRunning ? stopButton : prompt).focus();
 }
 
-/** Follow the end of the text, unless the reader has scrolled away from it. */
+function onScroll() {
+  isFollowing = transcript.scrollHeight - transcript.scrollTop - transcript.clientHeight < NEAR_END_PX;
+}
+
+/** Follow the end of the text, however much came at once, unless the reader has scrolled away from it. */
 function keepAtEnd() {
-  const left = transcript.scrollHeight - transcript.scrollTop - transcript.clientHeight;
-  if (left < NEAR_END_PX) transcript.scrollTop = transcript.scrollHeight;
+  if (isFollowing) transcript.scrollTop = transcript.scrollHeight;
 }

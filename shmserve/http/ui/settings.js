@@ -90,7 +90,11 @@ function keep() {
   const theme = form.elements.theme.value;
   const saved = { theme };
   for (const name of FIELDS) if (field(name).value !== "") saved[name] = field(name).value;
-  localStorage.setItem(STORE, JSON.stringify(saved));
+  try {
+    localStorage.setItem(STORE, JSON.stringify(saved));
+  } catch (error) {
+    console.info("the settings are not kept:", error.message); // the browser forbids it, or is full
+  }
 }
 
 function read() {

@@ -5,6 +5,7 @@ import { events } from "./sse.js";
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 8_000;
+const SILENT_MS = 10_000; // samples come four times a second: a server that stopped, or a network that is gone, says nothing and closes nothing
 
 /** Calls `onHello(constants)`, `onSample(sample)`, and `onTrouble(error)` when there is no stream: null where it is only not looked at. */
 export class Watch {
@@ -30,9 +31,20 @@ export class Watch {
 
   async _follow() {
     const controller = (this._controller = new AbortController());
+    let isSilent = false;
+    let silence = 0;
+    const listen = () => {
+      clearTimeout(silence);
+      silence = setTimeout(() => {
+        isSilent = true;
+        controller.abort();
+      }, SILENT_MS);
+    };
     try {
+      listen();
       const response = await ask("/debug/stream", { signal: controller.signal, asOperator: true });
       for await (const { event, data } of events(response.body)) {
+        listen();
         this._waitMs = FIRST_WAIT_MS;
         const parsed = JSON.parse(data);
         if (event === "hello") this._calls.onHello(parsed);
@@ -40,13 +52,15 @@ export class Watch {
       }
       throw new TypeError("the server ended the stream");
     } catch (error) {
-      if (controller.signal.aborted) return;
+      if (controller.signal.aborted && (!isSilent || this._controller !== controller)) return;
       this._controller = null;
       this._calls.onTrouble(error);
       if (error instanceof Refusal && error.wantsKey) return; // until somebody gives one
       const waitMs = Math.max(this._waitMs, error instanceof Refusal ? error.retryAfter * 1e3 : 0);
       this._waitMs = Math.min(this._waitMs * 2, LONGEST_WAIT_MS);
       this._timer = setTimeout(() => this.open(), waitMs);
+    } finally {
+      clearTimeout(silence);
     }
   }
 }
