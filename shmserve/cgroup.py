@@ -9,6 +9,7 @@ mounted begins with its own group: so directories of the path that are not there
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def free_memory_bytes(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int
         stat = dict(
             line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line
         )
-        if (group / "memory.max").exists():
+        if os.path.exists(group / "memory.max"):
             limit, used = _number(group / "memory.max"), _number(group / "memory.current")
             prefix = ""
         else:
@@ -62,7 +63,7 @@ def _groups(controller: str, mount: Path, membership: Path) -> Iterator[Path]:
             continue
         own = top / path.strip("/")
         for group in (own, *own.parents):
-            if group.is_dir():
+            if os.path.isdir(group):
                 yield group
             if group == top:
                 break

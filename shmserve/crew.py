@@ -5,7 +5,8 @@ or ends (`supervisor.py` does); it tells its captain that something changed. Sup
 
     death of a worker       front ends hear state "dead" and close_channel at once; a new worker after 1, 2, 4 .. 30 s
     death of a front end    workers hear close_channel; a new one at once, on the same sockets
-    "failed" before the instance was ever ready, or the fifth death in five minutes: the instance gives up
+    "failed" before the instance was ever ready, or the fifth death in five minutes: the instance gives up; a start that fails
+                            counts as a death
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from shmserve.instance_socket import InstanceError
 from shmserve.loop import Loop
 from shmserve.posts import Captain, Post, posts_of
 from shmserve.progress import Reporter
-from shmserve.rings.segment import SegmentError
 from shmserve.wiring import Wiring
 
 STOP_GRACE_S: Final = 5.0
@@ -118,13 +118,20 @@ class Crew:
             return f"{role} {index} is taken (a start with --external {role} leaves it free)"
         if self.is_leaving:
             return "the instance is ending"
-        epoch = self._wiring.next_epoch()
-        board = self._wiring.new_board(role, index, epoch)
+        try:
+            epoch = self._wiring.next_epoch()
+            board = self._wiring.new_board(role, index, epoch)
+        except (OSError, InstanceError) as error:
+            return _words_of(error)
         try:
             child = Child.adopt(role, index, epoch, board, link, pid)
         except OSError as error:  # gone; or of a namespace in which we cannot see it
             return f"process {pid} cannot be watched: {error.strerror}"
-        self._settle(post, child)
+        try:
+            self._settle(post, child)
+        except (OSError, InstanceError) as error:
+            child.kill(_words_of(error), "failed")
+            return ""  # its link is a child's by now, and tells of its end
         self._report.say(f"{role} {index} joined (pid {pid})")
         return ""
 
@@ -249,10 +256,7 @@ class Crew:
         self._captain.crew_changed()
 
     def _replace(self, post: Post, child: Child, reason: str) -> None:
-        cause = child.death_cause
-        delay = post.died(cause, reason)
-        self._wiring.board.add(f"{post.role}_restarts")
-        self._wiring.board.add(f"{post.role}_restarts_{cause}")
+        delay = self._count_death(post, child.death_cause, reason)
         died = f"{child.name} (pid {child.pid}) died: {reason}"
         if child.failure and not self._was_whole:
             self._captain.crew_failed(child.failure)
@@ -265,22 +269,27 @@ class Crew:
             self._report.say(f"{died}; the next one starts in {delay:g} s", is_warning=True)
             self._loop.after(delay, lambda: self._refill(post))
 
+    def _count_death(self, post: Post, cause: str, reason: str) -> float | None:
+        """Seconds until the next start, or None to give up."""
+        self._wiring.board.add(f"{post.role}_restarts")
+        self._wiring.board.add(f"{post.role}_restarts_{cause}")
+        return post.died(cause, reason)
+
     def _refill(self, post: Post) -> None:
         if post.child is not None or self.is_leaving:
             return
         try:
             self._fill(post, self._wiring.next_epoch())
-        except (SupervisorError, SegmentError, InstanceError) as error:
-            # The others serve on: no room for a process or a segment may be a matter of seconds, and so is an upgrade of Python.
+        except (OSError, SupervisorError, InstanceError) as error:
+            # The others serve on: no room for a process, a segment or a descriptor may be a matter of seconds, and so is an upgrade of
+            # Python.
             if post.child is not None:
-                post.child.kill(str(error), "failed")
+                post.child.kill(_words_of(error), "failed")
             else:
-                self._try_again(post, str(error))
+                self._try_again(post, _words_of(error))
 
     def _try_again(self, post: Post, error: str) -> None:
-        delay = post.died("failed", error)
-        self._wiring.board.add(f"{post.role}_restarts")
-        self._wiring.board.add(f"{post.role}_restarts_failed")
+        delay = self._count_death(post, "failed", error)
         if delay is None:
             self._captain.crew_failed(error)
         else:
@@ -334,3 +343,7 @@ class Crew:
                 self._hear(post, child, message)
             self._count_cut(child)
             self._wiring.disconnect(child, ())
+
+
+def _words_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)  # without the number of an OSError

@@ -90,9 +90,8 @@ class BoundedLog:
     def _empty(self) -> None:
         try:
             os.ftruncate(self._fd, 0)
-        except (
-            OSError
-        ) as error:  # it may only be appended to (chattr +a), or its disk is read-only by now
+        except OSError as error:
+            # It may only be appended to (chattr +a), or its disk is read-only by now.
             raise LogError(
                 f"the log cannot be kept within --log-max-bytes: {self._path}: {error.strerror}"
             ) from None

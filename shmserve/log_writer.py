@@ -105,9 +105,8 @@ class LogWriter:
             while done < len(data):
                 try:
                     done += os.write(self._fd, data[done:])
-                except (
-                    BlockingIOError
-                ):  # whose descriptor it was has made it so, for all that have it
+                except BlockingIOError:
+                    # Whose descriptor it was has made it so, for all that have it.
                     poll = select.poll()
                     poll.register(self._fd, select.POLLOUT)
                     poll.poll()

@@ -120,9 +120,8 @@ def remembered_sha256(path: Path, cache: Path, progress: Progress) -> str:
         return known.sha256
     digest = sha256_of(path, progress)
     remembered = _Remembered(str(path), stat.st_size, stat.st_mtime_ns, digest)
-    with contextlib.suppress(
-        OSError
-    ):  # a cache that is only read: the file is then read again each time
+    # A cache that is only read: the file is then read again each time.
+    with contextlib.suppress(OSError):
         _note(note, remembered)
     return digest
 

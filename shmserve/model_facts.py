@@ -203,6 +203,8 @@ def _sizes_of_class(folder: Path) -> dict[str, int]:
 def _stretched(config: Mapping[str, Any], context_length: int) -> int:
     """What YaRN makes of the context, where `max_position_embeddings` is still that of the training; 0 without it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(rope, dict) and isinstance(rope.get("full_attention"), dict):
+        rope = rope["full_attention"]  # by layer type, as in Gemma 3
     if not isinstance(rope, dict) or "yarn" not in (rope.get("rope_type"), rope.get("type")):
         return 0
     original = rope.get("original_max_position_embeddings") or context_length

@@ -40,9 +40,8 @@ class Notifier:
             address = "\0" + address[1:]
         try:
             self._socket.sendto(text.encode(), address)
-        except (
-            BlockingIOError
-        ):  # a manager that stands still, and will look for these when it goes on
+        except BlockingIOError:
+            # A manager that stands still, and will look for these when it goes on.
             self._missed = {key: fields[key] for key in _ONCE if key in fields}
             return False
         except OSError:

@@ -257,6 +257,8 @@ def _of_file(setting: Setting, value: Any) -> Any:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("one value of its kind")
+    if isinstance(setting.type, click.Path):
+        raise ValueError("a path")  # click would take a number for a descriptor
     if setting.type is int and value != value // 1:
         raise ValueError("a whole number")
     return value

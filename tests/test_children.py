@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -72,13 +73,27 @@ def test_a_joiner_that_cannot_be_watched_is_refused_and_leaves_no_board():
     other.close()
 
 
+def test_a_child_for_whose_link_there_is_no_descriptor_leaves_no_board(monkeypatch):
+    def none_left():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ControlLink, "pair", none_left)
+    name = Board.name(f"test-children-{os.getpid()}", 3, WORKER, 0)
+    board = Board.create(name, WORKER_BOARD, 3)
+    with pytest.raises(OSError, match="Too many open files"):
+        Child.spawn(WORKER, 0, 3, board, lambda role, control: ["true"], os.environ)
+    assert names(name.removeprefix("/")) == []
+
+
 ADOPTING = """
 import ctypes, os, subprocess
 from shmserve.children import reap_adopted
 assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: orphans are left to us, as to process 1
 own = subprocess.Popen(["sleep", "60"])
-said = subprocess.run(["sh", "-c", "sleep 0.01 & echo $!"], stdout=subprocess.PIPE, check=True).stdout
-left = int(said)
+reader, writer = os.pipe()
+shell = ["sh", "-c", "exec 3<&0; cat <&3 >/dev/null & echo $!"]  # which ends before its child, however slow all is
+left = int(subprocess.run(shell, stdin=reader, stdout=subprocess.PIPE, check=True).stdout)
+os.close(writer)
 os.waitid(os.P_PID, left, os.WEXITED | os.WNOWAIT)
 reap_adopted({own.pid})
 assert not os.path.exists(f"/proc/{left}")

@@ -337,6 +337,7 @@ def test_an_address_that_kubernetes_put_into_our_variable_is_no_port(
         (b"max-num-seqs = 32.7", "max-num-seqs must be a whole number"),
         (b"max-queued-requests = inf", "max-queued-requests must be a whole number"),
         (b"max-queued-requests = nan", "max-queued-requests must be a whole number"),
+        (b"chat-template = 1", "chat-template must be a path"),
         (b"prefix-cache = [true]", "prefix-cache must be true or false"),
         (b'api-key = [["sesame"]]', "api-key must be a text, or a list of texts"),
         (b"api-key = {sesame = 1}", "api-key must be a text, or a list of texts"),
@@ -403,16 +404,17 @@ def test_status_of_all_shows_the_others_where_one_does_not_answer(
     from shmserve.instance_socket import InstanceError, NotListeningError
 
     def answer(instance: find.Instance) -> dict[str, object]:
-        if instance.name == "stopped":
-            raise InstanceError("instance 'stopped' did not answer")
+        if instance.name in ("stopped", "other"):
+            raise InstanceError(f"instance {instance.name!r} did not answer")
         if instance.name == "gone":
             raise NotListeningError("no instance 'gone' is running")
         return {"instance": instance.name}
 
-    names = ("gone", "one", "stopped", "two")
+    names = ("gone", "one", "stopped", "two", "other")
     monkeypatch.setattr(find, "running", lambda: [find.Instance("/x", name) for name in names])
     monkeypatch.setattr(instances, "_status_of", answer)
     assert cli.main(["status", "--all", "--json"]) == 1
     told = capsys.readouterr()
     assert [each["instance"] for each in json.loads(told.out)] == ["one", "two"]
-    assert told.err == "shmserve: error: instance 'stopped' did not answer\n"
+    said = "instance 'stopped' did not answer; instance 'other' did not answer"
+    assert told.err == f"shmserve: error: {said}\n"

@@ -147,7 +147,7 @@ def test_a_fetch_that_dies_is_one_line_and_sees_no_key_of_ours(cache_dir, hub, m
         prepare("org/model", cache_dir=cache_dir)
 
 
-def test_a_fetch_is_left_at_once(tmp_path, cache_dir, hub):
+def test_a_fetch_is_left_at_once(tmp_path, cache_dir, hub, monkeypatch):
     """Whatever its library waits for: its threads finish the files that they have begun, and later signals do nothing more."""
     begun = tmp_path / "begun"
     hub(f"open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
@@ -156,8 +156,16 @@ def test_a_fetch_is_left_at_once(tmp_path, cache_dir, hub):
         raise SystemExit(128 + number)
 
     former = signal.signal(signal.SIGUSR1, leave)
+    wait, waits = subprocess.Popen.communicate, threading.Event()
+
+    def communicate(process):
+        waits.set()
+        return wait(process)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
 
     def interrupt():
+        waits.wait()  # the process may have begun before its parent knows it
         while not (begun.exists() and begun.read_text()):
             time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)

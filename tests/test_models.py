@@ -201,6 +201,7 @@ def test_sizes_that_the_text_part_of_a_model_leaves_unsaid_are_its_classes(tmp_p
         ({"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 100}, 128),
         ({"rope_type": "yarn", "factor": float("inf")}, 128),
         ({"rope_type": "linear", "factor": 4.0}, 128),
+        ({"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": {}}, 512),
         (None, 128),
     ],
 )

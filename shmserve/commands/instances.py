@@ -49,7 +49,7 @@ def status(instance: str, port: int | None, is_for_all: bool, as_json: bool) -> 
             text = "\n\n".join(_text_of(answer) for answer in answers)
             click.echo(text or ("" if silent else "no instance runs"))
         if silent:
-            raise silent[0]
+            raise InstanceError("; ".join(map(str, silent)))
         return
     answer = _status_of(find(instance, port))
     click.echo(json.dumps(answer, indent=2) if as_json else _text_of(answer))

@@ -113,7 +113,8 @@ def _as_api_error(request: web.Request, error: Exception) -> ApiError:
             400, "The body is not framed or compressed as its headers say.", code="bad_body"
         )
     if isinstance(error, RecursionError):
-        # What could be decoded may still be too deep for a walk over it.
+        # What could be decoded may still be too deep for a walk over it. Said all the same: it may be a fault of ours.
+        log.debug("%r nests too deeply", what, exc_info=error)
         return ApiError(400, "The body's JSON is nested too deeply.", code="invalid_json")
     log.error("%r failed", what, exc_info=error)
     return ApiError(500, "The server failed to handle the request.", code="internal_error")

@@ -160,10 +160,12 @@ async def _prompt(template: ChatTemplate, parsed: ChatRequest, use: ToolUse | No
     kwargs = dict(parsed.chat_template_kwargs or {})
     if parsed.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", parsed.reasoning_effort)
-    if not template.knows_tools:  # calls and results of earlier turns must be told, too
-        messages = told_in_words(messages, use.tools if use is not None else ())
-    elif use is not None:
+    if use is not None and template.knows_tools:
         kwargs["tools"] = list(use.tools)
+    elif use is not None:
+        messages = told_in_words(messages, use.tools)
+    elif not (template.knows_tools or template.knows_calls):  # those of earlier turns
+        messages = told_in_words(messages, ())
     opens_turn = parsed.add_generation_prompt is None or parsed.add_generation_prompt
     if parsed.continue_final_message:
         if parsed.add_generation_prompt:

@@ -72,7 +72,7 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         before, running = self._request_count, self._current_request
         # Asked before: what completes the body of the one that runs is not the next one's.
-        is_early = running is not None and running.content.is_eof()
+        is_early = running is not None and not self._close and running.content.is_eof()
         super().data_received(data)
         if self._request_count != before:  # a head is whole
             self._stop_head_timer()

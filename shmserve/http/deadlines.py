@@ -2,7 +2,8 @@
 
 Owns: the reading of `timeout_ms` and X-Request-Timeout-Ms, the refusals of requests whose time was over before they ran, and the timer
 that holds where the worker does not. The worker ends what is overdue, in the queue and while it runs; a worker that is stopped, or in
-the middle of a long step, does not, and then the request gets its answer from here, `LATE_S` later. Event loop's thread only.
+the middle of a long step, does not, and then the request gets its answer from here, `LATE_S` later (a little more while records are
+unread: its end may be among them). Event loop's thread only.
 
     waits, its own deadline comes     504, code deadline_exceeded
     waits for --waiting-timeout       503, code waiting_timeout

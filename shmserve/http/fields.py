@@ -75,16 +75,13 @@ def in_range(
     low: float,
     high: float,
     default: Any,
-    *,
-    above_low: bool = False,
 ) -> Any:
-    """`value`, or `default` where it is null; 400 outside [low, high] (or (low, high])."""
+    """`value`, or `default` where it is null; 400 outside [low, high]."""
     if value is None:
         return default
-    if not low <= value <= high or (above_low and value == low):
-        least = f"above {_bound(low)}" if above_low else _bound(low)
+    if not low <= value <= high:
         most = " or more" if high >= 2**63 - 1 else f" to {_bound(high)}"
-        raise bad_field(name, f"{name} must be {least}{most}, got {value}")
+        raise bad_field(name, f"{name} must be {_bound(low)}{most}, got {value}")
     return value
 
 

@@ -50,6 +50,7 @@ class Wanted(msgspec.Struct, frozen=True):
     params: SamplingParams
     cache_salt: bytes = b""
     is_timed: bool = False  # its client is told its times
+    external_id: str = ""  # its client's name for it, if it has one of its own in the request
 
 
 class Generation:
@@ -71,7 +72,7 @@ class Generation:
         self._rank = request.get(RANK)
         self._overdue: Overdue | None = None
         self._record = request.get(RECORD)
-        self._digest = digest_of(external_id) if external_id else b""
+        self._external_id = external_id
 
     async def __aenter__(self) -> Generation:
         admission = self._front.admission
@@ -82,6 +83,7 @@ class Generation:
                 admission.refused("deadline")
                 raise deadline_exceeded("before it was submitted")
             for index, wanted in enumerate(self.wanted):
+                external_id = wanted.external_id or self._external_id
                 self.entries.append(
                     await self._front.client.submit(
                         wanted.prompt_ids,
@@ -89,7 +91,7 @@ class Generation:
                         index=index,
                         signal=self.signal,
                         arrival_ns=self.arrival_ns,
-                        digest=self._digest,
+                        digest=digest_of(external_id) if external_id else b"",
                         cache_salt=wanted.cache_salt,
                         deadline_ns=self._deadline_ns,
                         party=party,
@@ -99,8 +101,7 @@ class Generation:
                 )
                 if self._record is not None:
                     self._enter_record(self._record)
-                if index % PER_TURN == PER_TURN - 1:
-                    await asyncio.sleep(0)  # running streams first: a batch is no burst of requests
+                await let_others_go(index + 1, 1)
                 if party.error is not None:  # somebody better came while it waited for the ring
                     raise party.error
             self._watch()
@@ -218,6 +219,18 @@ class Generation:
         return self._front.tokenizer.pieces_for(params.skip_special_tokens)
 
 
+async def let_others_go(num_sequences: int, num_new: int) -> None:
+    """Give running streams a turn if the newest of a request's sequences have filled another PER_TURN: a batch is no burst of requests."""
+    if num_sequences // PER_TURN > (num_sequences - num_new) // PER_TURN:
+        await asyncio.sleep(0)
+
+
+def external_id_of(request: web.Request, request_id: str | None) -> str:
+    """Its client's name for a request, as it is: from the body, or X-Request-Id."""
+    header: str = request.headers.get("X-Request-Id", "")
+    return request_id or header
+
+
 def digest_of(external_id: str) -> bytes:
     """What workers know of a client's own request id: 16 bytes."""
     return hashlib.blake2b(external_id.encode(), digest_size=16).digest()
@@ -229,6 +242,10 @@ def choices_of(
     seeds: Sequence[int],
     cache_salt: bytes,
     is_timed: bool = False,
+    external_id: str = "",
 ) -> list[Wanted]:
     """The n completions of one prompt, each with its own random stream."""
-    return [Wanted(prompt_ids, replace(params, seed=seed), cache_salt, is_timed) for seed in seeds]
+    return [
+        Wanted(prompt_ids, replace(params, seed=seed), cache_salt, is_timed, external_id)
+        for seed in seeds
+    ]

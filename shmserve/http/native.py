@@ -16,7 +16,13 @@ from shmserve.http import fields
 from shmserve.http.choice import Choice
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd
-from shmserve.http.generation import Generation, Wanted, choices_of
+from shmserve.http.generation import (
+    Generation,
+    Wanted,
+    choices_of,
+    external_id_of,
+    let_others_go,
+)
 from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
 from shmserve.http.native_answer import NativeAnswer
@@ -120,6 +126,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         parsed.input_ids is not None and isinstance(parsed.input_ids[0], list)
     )
     samplings = _samplings(parsed.sampling_params, len(prompts))
+    rids = _rids(parsed.rid, len(prompts))
     num_logprobs = -1
     if parsed.return_logprob:
         num_logprobs = max(0, fields.num_logprobs("top_logprobs_num", parsed.top_logprobs_num))
@@ -138,7 +145,7 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         least_tokens=front.tokenizer.least_tokens(prompts),
     )
     wanted: list[Wanted] = []
-    for prompt, sampling in zip(prompts, samplings, strict=True):
+    for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True):
         if isinstance(prompt, str):
             prompt = await front.tokenizer.encode(prompt, add_bos=True)
         room = front.room_for(len(prompt), name)
@@ -152,19 +159,21 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
             priority=priority,
             grammar=await front.grammars.wanted_by(sampling),
         )
-        wanted += choices_of(prompt, params, fields.seeds(seed, n), salt, is_timed=True)
+        seeds = fields.seeds(seed, n)
+        wanted += choices_of(prompt, params, seeds, salt, is_timed=True, external_id=rid)
+        await let_others_go(len(wanted), n)
     interval = max(
         fields.in_range("stream_interval", s.stream_interval, 1, 2**31 - 1, 1) for s in samplings
     )
-    rid = parsed.rid if isinstance(parsed.rid, str) else None
-    headers = response_headers(request, rid, ignored)
-    async with Generation(front, request, wanted, headers.get("X-Request-Id", "")) as generation:
+    named = parsed.rid if isinstance(parsed.rid, str) else None
+    headers = response_headers(request, named, ignored)
+    async with Generation(front, request, wanted, external_id_of(request, named)) as generation:
         answers = [
             NativeAnswer(
                 entry,
                 want.params,
                 index if is_batch else None,
-                rid,
+                want.external_id,
                 bool(parsed.incremental),
                 TokenTexts(front.tokenizer.pieces_with_special, front.tokenizer.pieces_with_special)
                 if parsed.return_text_in_logprobs
@@ -205,6 +214,15 @@ async def generate(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         content_type="application/json",
         headers=headers,
     )
+
+
+def _rids(value: str | list[str] | None, num_prompts: int) -> list[str]:
+    """Its client's name of each prompt's answers: one for all, or one each."""
+    if not isinstance(value, list):
+        return [value or ""] * num_prompts
+    if len(value) != num_prompts:
+        raise bad_field("rid", f"rid holds {len(value)} ids for {num_prompts} prompts")
+    return value
 
 
 def _samplings(value: NativeSampling | list[Any] | None, num_prompts: int) -> list[NativeSampling]:

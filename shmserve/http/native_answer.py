@@ -30,7 +30,7 @@ class NativeAnswer:
         entry: InFlight,
         params: SamplingParams,
         index: int | None,
-        rid: str | None,
+        rid: str,
         incremental: bool,
         texts: TokenTexts | None,
         scored_ids: list[int],

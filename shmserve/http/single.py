@@ -25,13 +25,13 @@ async def answer_single(
     front: FrontEnd,
     request: web.Request,
     want: Wanted,
+    external_id: str,
     headers: dict[str, str],
     is_streamed: bool,
     rules: SlowClientRules,
     formats_of: Callable[[InFlight], tuple[SingleFormat, ResponseFormat]],
 ) -> web.StreamResponse:
     """`formats_of(entry)`: how the completion looks, and what stands around it."""
-    external_id = headers.get("X-Request-Id", "")
     async with Generation(front, request, [want], external_id) as generation:
         (entry,) = generation.entries
         single, around = formats_of(entry)

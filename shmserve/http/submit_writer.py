@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from shmserve.config import RingConfig
@@ -44,7 +44,8 @@ class SubmitWriter:
         # It keeps what must not be lost; whether a SUBMIT waits or is refused is decided in `submit`.
         self._writer = Dropping(ring.producer())
         self._line: deque[Signal] = deque()
-        self._kept: dict[int, InFlight] = {}  # whose SUBMIT waits in the backlog (coalesce)
+        # Whose SUBMIT waits in the backlog (coalesce), which they leave in this order.
+        self._kept: OrderedDict[int, InFlight] = OrderedDict()
         self._is_watching = False
         self._is_closed = False
 
@@ -161,9 +162,8 @@ class SubmitWriter:
 
     def _note_written(self) -> None:
         """Tell of the SUBMITs that have left the backlog."""
-        written = [entry for entry in self._kept.values() if not self._waits(entry)]
-        for entry in written:
-            del self._kept[entry.req_id]
+        while self._kept and not self._waits(next(iter(self._kept.values()))):
+            _, entry = self._kept.popitem(last=False)
             entry.is_submitted = True
             self._on_written(entry)
 

@@ -87,6 +87,11 @@ class ChatTemplate:
         return "tools" in self.source
 
     @property
+    def knows_calls(self) -> bool:
+        """Whether it shows the calls of earlier turns, as some do that show no tools."""
+        return "tool_calls" in self.source
+
+    @property
     def knows_developers(self) -> bool:
         """Whether it has a place for messages of OpenAI's role `developer`."""
         return "developer" in self.source

@@ -28,8 +28,10 @@ class Pauses:
     def __len__(self) -> int:
         """Sequences, each once, whatever its reasons."""
         num_paused = len(self._backlogged) + len(self._held) + self._constraints.num_compiling
-        if self._backlogged and self._held:
+        if self._held:  # what compiles has no output yet, so none of it is backlogged
             num_paused -= len(self._backlogged & self._held)
+            if self._constraints.num_compiling:
+                num_paused -= sum(map(self._constraints.is_compiling, self._held))
         return num_paused
 
     def hold(self, req_id: int, is_held: bool) -> None:

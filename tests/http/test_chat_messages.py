@@ -66,6 +66,13 @@ def test_calls_of_earlier_turns_are_told_in_words_though_no_tools_come_with_the_
     assert result == {"role": "user", "content": "<tool_response>\n7\n</tool_response>"}
 
 
+def test_calls_of_earlier_turns_are_left_to_a_template_that_shows_them(asker):
+    """DeepSeek-R1's does, and knows no tools."""
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    messages.append({"role": "tool", "tool_call_id": "c", "content": "7"})
+    assert prompt_of(asker, messages=messages, chat_template=SHOWN) == "<user>Hi<assistant><call><tool>7"  # fmt: skip
+
+
 def test_calls_of_earlier_turns_reach_the_prompt_of_the_last_one(asker):
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     messages.append({"role": "tool", "tool_call_id": "c", "content": "7"})

@@ -129,11 +129,6 @@ def test_a_refusal_names_the_bounds_as_people_write_them(bounds, words):
     assert caught.value.message == words
 
 
-def test_a_low_end_may_be_outside():
-    refusal(fields.in_range, "x", 0, 0, 1, 7, above_low=True)
-    assert fields.in_range("x", 0.1, 0, 1, 7, above_low=True) == 0.1
-
-
 def test_stop_strings_are_bytes_each_once_in_order():
     assert fields.stop_strings("stop", None) == ()
     assert fields.stop_strings("stop", []) == ()

@@ -186,6 +186,14 @@ def test_the_dashboard_is_the_tools() -> None:
     assert (ROOT / "deploy" / "grafana" / "shmserve.json").read_text() == dashboard()
 
 
+def test_what_the_dashboard_shows_in_percent_is_a_share() -> None:
+    panels = [each for each in json.loads(dashboard())["panels"] if each["type"] != "row"]
+    shares = [each for each in panels if each["fieldConfig"]["defaults"]["unit"] == "percentunit"]
+    queries = [target["expr"] for panel in shares for target in panel["targets"]]
+    assert len(queries) >= 5
+    assert not [query for query in queries if " / " not in query]
+
+
 def test_every_alert_has_a_test_that_it_fires() -> None:
     alerts = re.findall(r"alert: (\w+)", (ROOT / "deploy" / "prometheus-rules.yml").read_text())
     tests = (ROOT / "deploy" / "prometheus-rules.test.yml").read_text()

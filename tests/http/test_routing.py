@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shmserve.boards import HTTP_BOARD
 from shmserve.http.errors import ApiError
 from shmserve.http.routing import MOST_LIVES, PrefixIndex, Router, rank_of
 from shmserve.rings.board import Board
 
 BLOCK = 4
-_numbers = itertools.count()
 
 
 def ids(*blocks: int, rest: int = 0) -> np.ndarray:
     """A prompt of blocks, each told by one number, and `rest` tokens behind them."""
     return np.array([n for block in blocks for n in [block] * BLOCK] + [9] * rest, np.int32)
-
-
-@pytest.fixture
-def board() -> Iterator[Board]:
-    name = Board.name(f"test-routing-{os.getpid()}-{next(_numbers)}", 1, "http", 0)
-    board = Board.create(name, HTTP_BOARD, 1)
-    yield board
-    board.segment.unlink()
-    board.close()
 
 
 class Bench:

@@ -307,9 +307,8 @@ async def ask_over_tls(puppet, path="/v1/completions", head="", **fields):
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", puppet.port))
-    context = ssl.create_default_context(cafile=CERT)
     reader, writer = await asyncio.open_connection(
-        sock=sock, ssl=context, server_hostname="127.0.0.1", limit=4096
+        sock=sock, ssl=TlsServer.context(), server_hostname="127.0.0.1", limit=4096
     )
     body = json.dumps({"prompt": "Hi"} | fields)
     writer.write(

@@ -1,11 +1,16 @@
 """Small things that wake tasks: Signal and Turnstile; and who gives others a turn."""
 
 import asyncio
+import contextlib
+import json
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+from shmserve.config import Config
+from shmserve.http import native
 from shmserve.http.deadlines import ARRIVAL
 from shmserve.http.generation import PER_TURN, Generation, Wanted
 from shmserve.http.in_flight import Signal
@@ -212,6 +217,21 @@ def test_a_handler_that_is_cancelled_in_line_takes_nobodys_turn():
     asyncio.run(scenario())
 
 
+@contextlib.contextmanager
+def counted_turns():
+    """A list that grows by one with each turn of the loop, while a task beside it gets one."""
+    turns = []
+
+    async def count():
+        while True:
+            turns.append(None)
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    yield turns
+    counting.cancel()
+
+
 def test_a_request_of_many_sequences_gives_running_streams_a_turn_between_them():
     """400 prompts in one body are no less of a burst than 400 requests, which go one a turn."""
 
@@ -233,18 +253,43 @@ def test_a_request_of_many_sequences_gives_running_streams_a_turn_between_them()
     many = [Wanted(np.array([1], np.int32), SamplingParams(max_tokens=1))] * (4 * PER_TURN)
 
     async def scenario():
-        turns = 0
+        with counted_turns() as turns:
+            async with Generation(front, {ARRIVAL: 1}, many) as generation:
+                assert len(generation.entries) == len(many)
+        assert len(turns) >= 4
 
-        async def count():
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    asyncio.run(scenario())
 
-        counting = asyncio.create_task(count())
-        async with Generation(front, {ARRIVAL: 1}, many) as generation:
-            assert len(generation.entries) == len(many)
-        counting.cancel()
-        assert turns >= 4
+
+def test_many_prompts_of_ids_are_made_ready_in_several_turns(monkeypatch):
+    """Nothing has to be waited for then: 1,024 of them would hold the streams up for a tenth of a second."""
+
+    class AllReady(Exception):
+        pass
+
+    def ready(front, request, wanted, external_id):
+        raise AllReady(len(wanted))
+
+    async def no_grammar(sampling):
+        return ""
+
+    def nothing(*args, **more):
+        return None
+
+    front = SimpleNamespace(
+        config=Config(),
+        tokenizer=SimpleNamespace(vocab_size=10, least_tokens=nothing),
+        grammars=SimpleNamespace(wanted_by=no_grammar),
+        check_model=nothing,
+        admit=nothing,
+        room_for=lambda num_tokens, name: 10,
+    )
+    monkeypatch.setattr(native, "Generation", ready)
+    body = json.dumps({"input_ids": [[1]] * (4 * PER_TURN)}).encode()
+
+    async def scenario():
+        with counted_turns() as turns, pytest.raises(AllReady, match=str(4 * PER_TURN)):
+            await native.generate(front, SimpleNamespace(headers={}), body)
+        assert len(turns) >= 4
 
     asyncio.run(scenario())

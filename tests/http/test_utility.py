@@ -113,6 +113,36 @@ def test_request_is_aborted_by_its_clients_id_and_by_ours(asker):
         stream.leave()
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_id_that_no_header_can_hold_is_one_all_the_same(asker, path):
+    name = "Zürich " * 60
+    body = {"request_id": name, "max_tokens": 8000, "ignore_eos": True}
+    body |= {"input": "Hi"} if path == "/v1/responses" else {"messages": CHAT}
+    stream = asker.stream(path, **body)
+    stream.take(1)
+    assert asker.post("/abort_request", {"rid": name}).json() == {"num_aborted": 1}
+    stream.leave()
+
+
+def test_each_prompt_of_a_batch_is_aborted_by_its_own_id(asker):
+    """SGLang's: a list of `rid`. Ids may be any text, too long for a header, say."""
+    rids = ["the first", "Zürich " * 60]
+    sampling = {"max_new_tokens": 8000, "ignore_eos": True}
+    body = {"text": ["Hi", "there"], "sampling_params": sampling, "rid": rids}
+    stream = asker.stream("/generate", **body)
+    seen = {}
+    while len(seen) < 2:
+        event = json.loads(stream.take(1)[0])
+        seen[event["index"]] = event["meta_info"]["id"]
+    assert seen == dict(enumerate(rids))
+    for rid in rids:
+        assert asker.post("/abort_request", {"rid": rid}).json() == {"num_aborted": 1}
+    list(stream.events())
+    stream.leave()
+    few = asker.post("/generate", body | {"rid": rids[:1]})
+    assert few.status == 400 and few.error()["message"] == "rid holds 1 ids for 2 prompts"
+
+
 def test_abort_is_exact_and_never_by_prefix(asker):
     stream = asker.stream(max_tokens=8000, ignore_eos=True, request_id="10")
     stream.take(1)

@@ -207,7 +207,9 @@ def test_a_successor_that_cannot_be_started_is_tried_again_and_the_others_serve_
     interpreter = tmp_path / "python"
     interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
-    server = start(interpreter=str(interpreter))
+    server = start(
+        interpreter=str(interpreter), restarts={"MOST_DEATHS": 1000, "LONGEST_DELAY_S": 1.0}
+    )
     server.wait_ready()
     http, worker = server.pids()
     away = interpreter.rename(tmp_path / "away")

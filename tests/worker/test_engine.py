@@ -377,7 +377,13 @@ def test_a_sequence_that_is_paused_for_two_reasons_is_counted_once_and_one_that_
     r.step()
     r.engine._pauses.backlog(1)
     assert len(r.engine._pauses) == 2
+    r.front.control(SubmitKind.PAUSE, 2)
+    r.step()
+    assert len(r.engine._pauses) == 2
     r.engine._constraints._compiling.clear()
+    assert len(r.engine._pauses) == 2, "held still"
+    r.front.control(SubmitKind.RESUME, 2)
+    r.step()
     assert len(r.engine._pauses) == 1
 
 

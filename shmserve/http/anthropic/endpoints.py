@@ -13,6 +13,7 @@ from shmserve.http.anthropic.formats import MessageChoice, MessageStream
 from shmserve.http.anthropic.schemas import CountRequest, MessagesRequest, chat_request
 from shmserve.http.chat import chat_prompt, plan_chat
 from shmserve.http.front_end import FrontEnd
+from shmserve.http.generation import external_id_of
 from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.endpoints import response_headers
 from shmserve.http.openai.sampling import single_wanted
@@ -45,7 +46,8 @@ async def messages(front: FrontEnd, request: web.Request, body: bytes) -> web.St
         return MessageChoice(name, front.served_name, want.params, entry, splitter), MessageStream()
 
     is_streamed = bool(parsed.stream)
-    return await answer_single(front, request, want, headers, is_streamed, rules, formats_of)
+    name = external_id_of(request, parsed.request_id)
+    return await answer_single(front, request, want, name, headers, is_streamed, rules, formats_of)
 
 
 async def count_tokens(front: FrontEnd, request: web.Request, body: bytes) -> web.StreamResponse:

@@ -6,7 +6,6 @@ refusal is a real status, for streams too. Event loop's thread only.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,13 @@ from shmserve.http.chat import plan_chat
 from shmserve.http.choice import Choice
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd
-from shmserve.http.generation import PER_TURN, Generation, Wanted, choices_of
+from shmserve.http.generation import (
+    Generation,
+    Wanted,
+    choices_of,
+    external_id_of,
+    let_others_go,
+)
 from shmserve.http.interval import spaced
 from shmserve.http.logprobs import TokenTexts
 from shmserve.http.openai.choice import Extras, OpenAIChoice, Splitter, reasoning_tokens
@@ -100,7 +105,6 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
     salt = fields.cache_salt(parsed.cache_salt)
     wanted: list[Wanted] = []
     extras: list[Extras] = []
-    num_before_turn = 0
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else ""
         if isinstance(prompt, str):
@@ -114,9 +118,7 @@ async def completions(front: FrontEnd, request: web.Request, body: bytes) -> web
         echo = (text or front.tokenizer.decode(prompt)) if parsed.echo else ""
         extras += [_extras(front, parsed, want, echo) for want in choices]
         wanted += choices
-        if len(wanted) - num_before_turn >= PER_TURN:
-            num_before_turn = len(wanted)
-            await asyncio.sleep(0)
+        await let_others_go(len(wanted), n)
     return await _answer(front, request, parsed, "completion", wanted, extras, n, ignored)
 
 
@@ -223,10 +225,10 @@ async def _answer(
         )
     interval = fields.in_range("stream_interval", parsed.stream_interval, 1, 2**31 - 1, 1)
     rules = rules_of(front.config.http, parsed)
-    headers = response_headers(request, parsed.request_id or parsed.rid, ignored)
-    external_id = headers.get("X-Request-Id", "")
+    named = parsed.request_id or parsed.rid
+    headers = response_headers(request, named, ignored)
     eos_ids = front.model.eos_token_ids
-    async with Generation(front, request, wanted, external_id) as generation:
+    async with Generation(front, request, wanted, external_id_of(request, named)) as generation:
         envelope = Envelope.of(kind, front.served_name, generation.entries[0])
         formats = [
             OpenAIChoice(envelope, i, want.params, eos_ids, more).attach(entry)
@@ -271,9 +273,9 @@ async def _answer(
 def response_headers(
     request: web.Request, request_id: str | None, ignored: list[str]
 ) -> dict[str, str]:
-    """X-Request-Id, taken from the body or the header and given back; the names of fields that were ignored."""
+    """X-Request-Id, taken from the body or the header and given back if a header can hold it; the names of fields that were ignored."""
     headers = {}
-    name = request_id or request.headers.get("X-Request-Id", "")
+    name = external_id_of(request, request_id)
     if name and name.isprintable() and name.isascii() and len(name) <= 256:
         headers["X-Request-Id"] = name
     if ignored:

@@ -15,6 +15,7 @@ from shmserve.http import fields
 from shmserve.http.chat import plan_chat
 from shmserve.http.errors import ApiError, bad_field
 from shmserve.http.front_end import FrontEnd
+from shmserve.http.generation import external_id_of
 from shmserve.http.in_flight import InFlight
 from shmserve.http.openai.endpoints import response_headers
 from shmserve.http.openai.response_items import ResponseChoice
@@ -90,7 +91,8 @@ async def responses(front: FrontEnd, request: web.Request, body: bytes) -> web.S
         return response, response
 
     is_streamed = bool(parsed.stream)
-    return await answer_single(front, request, want, headers, is_streamed, rules, formats_of)
+    name = external_id_of(request, parsed.request_id)
+    return await answer_single(front, request, want, name, headers, is_streamed, rules, formats_of)
 
 
 def _head(front: FrontEnd, parsed: ResponsesRequest, response_id: str) -> dict[str, Any]:
