@@ -6,6 +6,7 @@ Owns: the ways in which a client behaves, good and bad ones. Never: retries, or 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -135,7 +136,8 @@ async def _exchange(
     await loop.sock_sendall(sock, request)
     if plan.way == "half closed":
         await asyncio.sleep(plan.soon_s)
-        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the server has died, and its reset came first
+            sock.shutdown(socket.SHUT_WR)
         return True
     if plan.way in ("at once", "soon"):
         await asyncio.sleep(plan.soon_s if plan.way == "soon" else 0)
